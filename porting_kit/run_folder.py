@@ -1,0 +1,210 @@
+"""The run folder: where each step reads and writes, and how a half-written or stale result is told from a good one.
+
+Layout of `runs/<name>/`: `run.json` (the port that owns the folder), one folder a step with `outcome.json` and the
+executed notebook, and the products: `patched/`, `checkpoint/`, `engine/`, `alignment/`, `report.html`.
+
+Everything is written to a temporary name and renamed. A step's outcome is removed before the step starts and written
+last, so a run that dies leaves no outcome. This module does not know what the steps compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from porting_kit.errors import RunFolderError
+from porting_kit.outcomes import StepOutcome
+
+STEPS = ("preflight", "patch", "convert", "build", "align", "report")
+PRODUCTS = {
+    "preflight": (),
+    "patch": ("patched",),
+    "convert": ("checkpoint",),
+    "build": ("engine",),
+    "align": ("alignment",),
+    "report": ("report.html",),
+}
+MARKER = "run.json"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """One run's folder. Make it with `open_run_folder`."""
+
+    root: Path
+
+    @property
+    def patched(self) -> Path:
+        """Products of the patch step."""
+        return self.root / "patched"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The TensorRT-LLM checkpoint."""
+        return self.root / "checkpoint"
+
+    @property
+    def engine(self) -> Path:
+        """Build plan, and the engine where one was built."""
+        return self.root / "engine"
+
+    @property
+    def alignment(self) -> Path:
+        """Tokens, margins and per-layer figures of the check."""
+        return self.root / "alignment"
+
+    @property
+    def report(self) -> Path:
+        """The one-file report."""
+        return self.root / "report.html"
+
+    def step(self, step: str) -> Path:
+        """The step's own folder: `outcome.json` and the executed notebook."""
+        if step not in STEPS:
+            raise RunFolderError(f"no step {step!r}", expected=", ".join(STEPS))
+        return self.root / step
+
+    def begin(self, step: str) -> None:
+        """Forget the step's earlier outcome and those of the steps after it: until they rerun, they do not exist."""
+        for later in STEPS[STEPS.index(step) :]:
+            (self.step(later) / "outcome.json").unlink(missing_ok=True)
+        self.step(step).mkdir(parents=True, exist_ok=True)
+
+    def finish(self, outcome: StepOutcome) -> None:
+        """Write the outcome, last."""
+        write_json(self.step(outcome.step) / "outcome.json", outcome.as_dict())
+
+    def outcome(self, step: str) -> StepOutcome | None:
+        """The step's outcome, None when the step has not finished.
+
+        Raises:
+            RunFolderError: the file is there and is not an outcome.
+        """
+        path = self.step(step) / "outcome.json"
+        if not path.is_file():
+            return None
+        try:
+            return StepOutcome.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunFolderError(
+                f"the outcome of step {step!r} cannot be read", found=error, where=path, next_step="rerun the step"
+            ) from error
+
+    def require(self, step: str, inputs: Mapping[str, str]) -> StepOutcome:
+        """The outcome of an earlier step, refused when it is missing or was made from other inputs.
+
+        Args:
+            step: the step that must have run.
+            inputs: name -> hash, as that step would see them now.
+
+        Raises:
+            RunFolderError: not run, or stale; names what changed.
+        """
+        outcome = self.outcome(step)
+        if outcome is None:
+            raise RunFolderError(
+                f"step {step!r} has not finished in this run folder",
+                where=self.root,
+                next_step=f"run `porting-kit {step}` with the same port file and --out",
+            )
+        changed = sorted(name for name in {*outcome.inputs, *inputs} if outcome.inputs.get(name) != inputs.get(name))
+        if changed:
+            raise RunFolderError(
+                f"the result of step {step!r} is stale: its inputs have changed since",
+                found="changed: " + ", ".join(changed),
+                where=self.step(step),
+                next_step=f"rerun `porting-kit {step}`",
+            )
+        return outcome
+
+
+def open_run_folder(root: Path, port_name: str) -> RunFolder:
+    """Open or create the run folder of one port.
+
+    Raises:
+        RunFolderError: the folder exists and belongs to something else.
+    """
+    root = root.resolve()
+    if root.exists() and not root.is_dir():
+        raise RunFolderError("the output path is a file", where=root, next_step="name a folder with --out")
+    marker = root / MARKER
+    if marker.is_file():
+        owner = _read_owner(marker)
+        if owner != port_name:
+            raise RunFolderError(
+                "the output folder holds the run of another port",
+                expected=port_name,
+                found=owner,
+                where=root,
+                next_step="name another folder with --out",
+            )
+    elif root.is_dir() and any(root.iterdir()):
+        raise RunFolderError(
+            "the output folder exists, is not empty and is no run folder",
+            found=", ".join(sorted(item.name for item in root.iterdir())[:5]),
+            where=root,
+            next_step="name a new or empty folder with --out; nothing was changed",
+        )
+    else:
+        root.mkdir(parents=True, exist_ok=True)
+        write_json(marker, {"port": port_name})
+    return RunFolder(root)
+
+
+def _read_owner(marker: Path) -> object:
+    try:
+        return json.loads(marker.read_text(encoding="utf-8")).get("port")
+    except (ValueError, AttributeError):
+        return "an unreadable run.json"
+
+
+@contextlib.contextmanager
+def replace_folder(target: Path) -> Iterator[Path]:
+    """Give a temporary folder beside `target`; on success it takes target's place, on failure it is removed.
+
+    The earlier content stays until the new one is complete.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield temporary
+        old = None
+        if target.exists():
+            old = target.with_name(f".{target.name}.old.{os.getpid()}.{time.monotonic_ns()}")
+            target.rename(old)
+        temporary.chmod(0o755)
+        temporary.rename(target)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file: temporary name, flush to disk, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(name).chmod(0o644)
+        Path(name).rename(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON document the same way."""
+    write_text(path, json.dumps(document, indent=2, default=str) + "\n")
