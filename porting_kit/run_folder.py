@@ -32,6 +32,15 @@ PRODUCTS = {
     "align": ("alignment",),
     "report": ("report.html",),
 }
+DEPENDENTS = {
+    "preflight": ("report",),
+    "patch": ("build", "align", "report"),
+    "convert": ("build", "align", "report"),
+    "build": ("report",),
+    "align": ("report",),
+    "report": (),
+}
+"""Steps whose results rest on the step's products."""
 MARKER = "run.json"
 
 
@@ -73,9 +82,9 @@ class RunFolder:
         return self.root / step
 
     def begin(self, step: str) -> None:
-        """Forget the step's earlier outcome and those of the steps after it: until they rerun, they do not exist."""
-        for later in STEPS[STEPS.index(step) :]:
-            (self.step(later) / "outcome.json").unlink(missing_ok=True)
+        """Forget the step's earlier outcome and those that rest on it: until they rerun, they do not exist."""
+        for forgotten in (step, *DEPENDENTS[step]):
+            (self.step(forgotten) / "outcome.json").unlink(missing_ok=True)
         self.step(step).mkdir(parents=True, exist_ok=True)
 
     def finish(self, outcome: StepOutcome) -> None:

@@ -1,0 +1,203 @@
+"""The command line: one thin command per step, `run` for all of them.
+
+Exit codes: 0 the verdict is pass; 1 it is fail or refused; 2 the input is unusable; 3 the machine lacks something.
+`--json` prints one document on stdout; everything else goes to stderr. Each command is one function of
+`porting_kit.steps`, imported when it is called, so that `preflight` starts without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from porting_kit.errors import PortFileError, PortingKitError
+from porting_kit.outcomes import StepOutcome, Verdict
+
+app = typer.Typer(
+    name="porting-kit",
+    help="Port a Hugging Face decoder model and its Medusa heads to TensorRT-LLM, and prove that the result is right.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+PortFile = Annotated[Path, typer.Argument(metavar="PORT.yaml", help="The port file.")]
+OutFolder = Annotated[Path | None, typer.Option("--out", help="The run folder; runs/<name> when not given.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("-p", "--parameter", metavar="NAME=VALUE", help="Override a field of the port file; VALUE is YAML."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+
+
+@app.command()
+def preflight(port_file: PortFile, out: OutFolder = None, parameter: Overrides = None, as_json: AsJson = False) -> None:
+    """Say before anything heavy whether this port can work: under a second, no weights read."""
+    from porting_kit.steps.preflight import check_port_file, format_preflight
+
+    _report(
+        lambda: check_port_file(port_file, run_folder=out, overrides=parse_overrides(parameter)),
+        format_preflight,
+        as_json,
+    )
+
+
+@app.command()
+def patch(port_file: PortFile, out: OutFolder = None, parameter: Overrides = None, as_json: AsJson = False) -> None:
+    """Patch the base's model.py: a module for --model_cls_file and a unified diff. Edits no installed package."""
+    from porting_kit.steps.context import open_port_run
+    from porting_kit.steps.patch import format_patch, patch_port
+
+    _report(
+        lambda: patch_port(open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))),
+        format_patch,
+        as_json,
+    )
+
+
+@app.command()
+def convert(port_file: PortFile, out: OutFolder = None, parameter: Overrides = None, as_json: AsJson = False) -> None:
+    """Convert the base's weights and the heads to a TensorRT-LLM Medusa checkpoint."""
+    from porting_kit.steps.context import open_port_run
+    from porting_kit.steps.convert import convert_port, format_conversion
+
+    _report(
+        lambda: convert_port(open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))),
+        format_conversion,
+        as_json,
+    )
+
+
+@app.command()
+def build(
+    port_file: PortFile,
+    plan_only: Annotated[bool, typer.Option("--plan-only", help="Write the command line, run nothing.")] = False,
+    out: OutFolder = None,
+    parameter: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Build the engine where tensorrt_llm and a GPU are; elsewhere write the exact command line."""
+    from porting_kit.steps.build import build_port, format_build
+    from porting_kit.steps.context import open_port_run
+
+    def call() -> Any:
+        run = open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))
+        return build_port(run, plan_only=plan_only)
+
+    _report(call, format_build, as_json)
+
+
+@app.command()
+def align(port_file: PortFile, out: OutFolder = None, parameter: Overrides = None, as_json: AsJson = False) -> None:
+    """Check that the port says what the base model says; where it does not, name the cause."""
+    from porting_kit.steps.align import align_port, format_alignment
+    from porting_kit.steps.context import open_port_run
+
+    _report(
+        lambda: align_port(open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))),
+        format_alignment,
+        as_json,
+    )
+
+
+@app.command()
+def report(port_file: PortFile, out: OutFolder = None, parameter: Overrides = None, as_json: AsJson = False) -> None:
+    """Write the run's report as one HTML file that needs no network."""
+    from porting_kit.steps.context import open_port_run
+    from porting_kit.steps.report import write_report
+
+    _report(
+        lambda: write_report(open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))),
+        lambda result: f"{result.outcome.summary}\n{result.file}",
+        as_json,
+    )
+
+
+@app.command()
+def run(
+    port_file: PortFile,
+    out: OutFolder = None,
+    parameter: Overrides = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Run the later notebooks after a failing gate, to see it happen.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run all notebooks through papermill; the exit code follows the verdict."""
+    from porting_kit.steps.workbook import format_workbook, run_workbook
+
+    _report(
+        lambda: run_workbook(port_file, run_folder=out, overrides=parse_overrides(parameter), keep_going=keep_going),
+        format_workbook,
+        as_json,
+    )
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Where the demo's run folders go.")] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Port the embedded Bloom twice: on a release's kernels, which drop its ALiBi bias, and on exact arithmetic."""
+    from porting_kit.steps.demo import format_demo, run_demo
+
+    _report(lambda: run_demo(out), format_demo, as_json)
+
+
+def parse_overrides(parameters: Sequence[str] | None) -> dict[str, Any]:
+    """`NAME=VALUE` texts as a dict, values read as YAML.
+
+    Raises:
+        PortFileError: no `=`, a name given twice, or a value that is not YAML.
+    """
+    overrides: dict[str, Any] = {}
+    for text in parameters or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise PortFileError("a parameter is written NAME=VALUE", found=text)
+        if name in overrides:
+            raise PortFileError(f"parameter {name!r} is given twice", found=text)
+        try:
+            overrides[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise PortFileError(f"the value of parameter {name!r} is not YAML", found=value) from error
+    return overrides
+
+
+def _report(call: Callable[[], Any], format_result: Callable[[Any], str], as_json: bool) -> None:
+    """Run one step, print its result once, leave with the verdict's exit code."""
+    try:
+        result = call()
+    except PortingKitError as error:
+        if as_json:
+            verdict = {1: Verdict.REFUSED, 3: Verdict.NOT_RUN}.get(error.exit_code, Verdict.NOT_RUN)
+            print(json.dumps({"verdict": verdict.value, "covered": [], "error": error.as_dict()}, indent=2))
+        print(f"error: {error.message}", file=sys.stderr)
+        raise typer.Exit(error.exit_code) from error
+    outcome: StepOutcome = result.outcome
+    print(json.dumps(result.document(), indent=2, default=str) if as_json else format_result(result))
+    raise typer.Exit(outcome.verdict.exit_code)
+
+
+def main() -> None:
+    """The console entry point. A crash that is no known error prints its traceback and exits with 70."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        print("interrupted; what was written is complete or absent, rerun to continue", file=sys.stderr)
+        sys.exit(130)
+    except Exception:
+        traceback.print_exc()
+        print("this is a defect of porting-kit: please report the lines above", file=sys.stderr)
+        sys.exit(70)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What every step starts from: the validated port, its run folder, and the hashes of what each step reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from porting_kit.errors import VerdictFailed
+from porting_kit.outcomes import StepOutcome, Verdict
+from porting_kit.port import Port, load_port
+from porting_kit.provenance import fingerprint_path, hash_value
+from porting_kit.run_folder import RunFolder, open_run_folder
+from porting_kit.source_tree import SourceTree, open_source_tree
+
+RUNS_FOLDER = "runs"
+
+# Which fields of the port a step's result depends on.
+STEP_FIELDS = {
+    "preflight": ("base", "dtype", "heads", "trtllm", "tree", "target", "fit", "kernel"),
+    "patch": ("base", "heads", "trtllm", "fit"),
+    "convert": ("base", "dtype", "heads", "trtllm", "tree", "target", "fit"),
+    "build": ("base", "dtype", "heads", "trtllm", "tree", "target", "fit"),
+    "align": ("base", "dtype", "heads", "trtllm", "tree", "target", "fit", "kernel", "engine", "alignment"),
+    "report": (),
+}
+
+
+@dataclass(frozen=True)
+class PortRun:
+    """One port, where its steps read and write, and the file it came from."""
+
+    port: Port
+    folder: RunFolder
+    port_file: Path
+
+    def inputs(self, step: str) -> dict[str, str]:
+        """Name -> hash of everything the step's result depends on. A change makes the result stale."""
+        fields = STEP_FIELDS[step]
+        hashes = {f"port.{name}": hash_value(self.port.fields(name)) for name in fields}
+        if "base" in fields:
+            hashes["base files"] = fingerprint_path(self.port.base_path)
+        if "heads" in fields:
+            hashes["heads files"] = fingerprint_path(self.port.heads_path)
+        return hashes
+
+    def source_tree(self) -> SourceTree:
+        """The TensorRT-LLM tree the port names; its release must be the one the port states, unless that is `auto`."""
+        return open_source_tree(self.port.source)
+
+
+def open_port_run(
+    port_file: str | Path, *, run_folder: str | Path | None = None, overrides: Mapping[str, Any] | None = None
+) -> PortRun:
+    """Load a port file and open its run folder.
+
+    Args:
+        port_file: the YAML file.
+        run_folder: where results go; `runs/<name>` under the working directory when None or empty.
+        overrides: field values by (dotted) name; None values are ignored.
+
+    Raises:
+        PortFileError: the port file or an override cannot be used.
+        RunFolderError: the folder belongs to something else.
+    """
+    port = load_port(port_file, overrides)
+    root = Path(run_folder) if run_folder else Path(RUNS_FOLDER) / port.name
+    return PortRun(port=port, folder=open_run_folder(root, port.name), port_file=Path(port_file).resolve())
+
+
+def require_pass(outcome: StepOutcome) -> str:
+    """The gate at the end of a notebook. Returns the sentence to show.
+
+    Raises:
+        VerdictFailed: the verdict is fail or refused; names the failing gate.
+    """
+    if outcome.verdict in (Verdict.FAIL, Verdict.REFUSED):
+        raise VerdictFailed(
+            f"{outcome.step}: {outcome.verdict.value}",
+            found=outcome.summary,
+            where=f"gate {outcome.failing_gate!r}" if outcome.failing_gate else None,
+            next_step=outcome.figures.get("next_step"),
+        )
+    return f"{outcome.step}: {outcome.verdict.value} - {outcome.summary}"
+
+
+class Stopwatch:
+    """Seconds since the step began."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time so far, in seconds."""
+        return time.perf_counter() - self._start
+
+
+@contextmanager
+def running_step(run: PortRun, step: str) -> Iterator[Stopwatch]:
+    """Forget the step's earlier outcome (and those after it) and start its clock."""
+    run.folder.begin(step)
+    yield Stopwatch()
+
+
+def finish_step(run: PortRun, outcome: StepOutcome, watch: Stopwatch) -> StepOutcome:
+    """Stamp time and inputs on an outcome and write it, last."""
+    stamped = replace(outcome, seconds=round(watch.seconds, 3), inputs=run.inputs(outcome.step))
+    run.folder.finish(stamped)
+    return stamped
