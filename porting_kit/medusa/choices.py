@@ -1,0 +1,170 @@
+"""How `medusa_choices` are spelt, and what makes a list of paths readable. No torch.
+
+Spellings: a list of paths; its text, as run.py's `--medusa_choices` takes it; the name of a tree; `chain:H`;
+`cartesian:k1,k2,...`; a file that holds such a list as JSON or as a Python literal, alone, under the key
+`medusa_choices`, or assigned to a name as in the original project's medusa_choices.py.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from porting_kit.errors import TreeError, format_items, suggest_nearest
+from porting_kit.medusa.named_trees import NAMED_CHOICES, TreePath, cartesian_choices, chain_choices
+
+FILE_KEY = "medusa_choices"
+
+
+def read_choices(spec: object) -> tuple[list[TreePath], str | None]:
+    """Read any spelling.
+
+    Args:
+        spec: a list of paths, or a string or Path in one of the spellings of the module docstring.
+
+    Returns:
+        The paths as they were listed, not expanded, and the name they were asked for by (None for a plain list).
+
+    Raises:
+        TreeError: an unknown name, a missing or unreadable file, text that is no list, or an unusable list.
+    """
+    if not isinstance(spec, str | Path):
+        return check_paths(spec), None
+    text = str(spec).strip()
+    if text.startswith(("[", "(")):
+        return check_paths(_parse_literal(text, where="the tree's text")), None
+    if text in NAMED_CHOICES:
+        return list(NAMED_CHOICES[text]), text
+    kind, _, numbers = text.partition(":")
+    if kind in ("chain", "cartesian") and numbers:
+        counts = _parse_counts(text, numbers)
+        return list(cartesian_choices(counts) if kind == "cartesian" else chain_choices(counts[0])), text
+    path = Path(text).expanduser()
+    if not path.is_file():
+        nearest = suggest_nearest(text, NAMED_CHOICES)
+        raise TreeError(
+            f"No tree has the name {text!r}, and there is no such file",
+            expected=f"{format_items(NAMED_CHOICES)}, chain:H, cartesian:k1,k2,..., a file, or a list of paths",
+            found=text,
+            next_step=f"Did you mean {nearest!r}?" if nearest else "Name an existing tree or file.",
+        )
+    return check_paths(_read_file(path)), path.name
+
+
+def check_paths(choices: Iterable[Sequence[int]]) -> list[TreePath]:
+    """Plain tuples of non-negative integers, or a TreeError that says what each wrong entry is."""
+    if isinstance(choices, str) or not isinstance(choices, Iterable):
+        raise TreeError(
+            "The tree is no list of paths", expected="a list such as [[0], [1], [0, 0]]", found=repr(choices)
+        )
+    entries = list(choices)
+    if not entries:
+        raise TreeError(
+            "The tree is empty", expected="at least one path", found="[]", next_step="Use the tree 'small_2' to start."
+        )
+    if all(type(entry) is int for entry in entries):
+        raise _flat_form_error(entries)
+    wrong = [f"entry {i}: {entry!r}" for i, entry in enumerate(entries) if not _is_path(entry)]
+    if wrong:
+        raise TreeError(
+            "The tree has entries that are no path",
+            expected="non-empty lists of non-negative integers; the root is implied",
+            found=f"{len(wrong)} others",
+            items=wrong,
+            next_step="Correct those entries: rank 0 is a head's best token.",
+        )
+    paths = [tuple(entry) for entry in entries]
+    repeated = [list(path) for path, count in Counter(paths).items() if count > 1]
+    if repeated:
+        raise TreeError(
+            "The tree lists a path more than once",
+            expected="each path once",
+            found=f"{len(repeated)} repeated",
+            items=repeated,
+            next_step="Remove the repetitions: a runtime would count them as draft nodes.",
+        )
+    return paths
+
+
+def _is_path(entry: object) -> bool:
+    is_sequence = isinstance(entry, list | tuple) and len(entry) > 0
+    return is_sequence and all(type(rank) is int and rank >= 0 for rank in entry)
+
+
+def _flat_form_error(numbers: list[int]) -> TreeError:
+    """Early Medusa releases wrote [1, 7, 6]: all combinations of 1 base token, 7 of head 1, 6 of head 2."""
+    advice = "List the paths one by one: [[0], [1], [0, 0], ...]."
+    counts = tuple(numbers[1:])
+    if numbers[0] == 1 and counts and min(counts) > 0:
+        size = _cartesian_size(counts)
+        advice = f"For the same tree write cartesian:{','.join(map(str, counts))} ({size} draft nodes)"
+        advice += f", or {[list(path) for path in cartesian_choices(counts)]}." if size <= 63 else "; 63 is the most."
+    return TreeError(
+        f"The tree {numbers} is in the flat form of early Medusa releases",
+        expected="a list of paths such as [[0], [1], [0, 0]]",
+        found="a list of numbers: how many candidates of the base and of each head are combined",
+        next_step=advice,
+    )
+
+
+def _cartesian_size(counts: Sequence[int]) -> int:
+    size, total = 1, 0
+    for count in counts:
+        size *= count
+        total += size
+    return total
+
+
+def _parse_counts(text: str, numbers: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(number) for number in numbers.split(","))
+    except ValueError:
+        counts = ()
+    wanted = 1 if text.startswith("chain") else len(counts)
+    if not counts or len(counts) != wanted or min(counts) < 1 or _cartesian_size(counts) > 4096:
+        raise TreeError(
+            "The tree's numbers cannot be read",
+            expected="chain:H or cartesian:k1,k2,... with small positive whole numbers",
+            found=text,
+        )
+    return counts
+
+
+def _read_file(path: Path) -> object:
+    """The list in a tree file; the three forms of the module docstring."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise TreeError("The tree file is neither JSON nor a Python literal", found=error, where=path) from error
+    assigned = {node.targets[0].id: node.value for node in body if _assigns_one_name(node)}
+    if assigned:
+        if len(assigned) > 1:
+            raise TreeError(
+                "The tree file defines more than one tree",
+                expected="one list",
+                where=path,
+                items=assigned,
+                next_step="Copy the wanted list into a file of its own.",
+            )
+        text = ast.unparse(next(iter(assigned.values())))
+    value = _parse_literal(text, where=path)
+    return value[FILE_KEY] if isinstance(value, dict) and FILE_KEY in value else value
+
+
+def _assigns_one_name(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+
+
+def _parse_literal(text: str, *, where: object) -> object:
+    try:
+        return ast.literal_eval(text.strip())
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise TreeError(
+            "The tree's text is no list of paths",
+            expected='text such as "[[0], [1], [0, 0]]"',
+            found=text if len(text) <= 80 else f"{text[:77]}...",
+            where=where,
+        ) from error
