@@ -1,0 +1,1 @@
+"""One module per release range; each defines `FACTS`, a `porting_kit.releases.facts.ReleaseFacts`."""

@@ -1,0 +1,33 @@
+"""TensorRT-LLM 0.10 snapshots: releases from 0.10.0.dev0 up to, not including, 0.10.0.dev2024050700."""
+
+from porting_kit.releases.facts import KernelLimits, ReleaseFacts
+
+FACTS = ReleaseFacts(
+    name="0.10 snapshots",
+    since="0.10.0.dev0",
+    before="0.10.0.dev2024050700",
+    kernel=KernelLimits(
+        head_sizes=(128, 256),
+        kernel_head_sizes=(128,),
+        tokens_per_block=(64, 128),
+        compute_capabilities=(80, 86, 89, 90),
+        fp8_kv_compute_capabilities=(89, 90),
+        group_power_of_two=True,
+        multi_block_mode="ignored",
+        kv_scale_applied=False,
+        fp8_kv_uses_jit=False,
+        no_kernel_message="No available XQA kernels are found for medusa mode.",
+        init_message="Medusa mode doesn't support the data type or cross attention.",
+        source="gptAttentionCommon.cpp and kernel file names, 0.10.0.dev2024041600 and 0.10.0.dev2024043000",
+    ),
+    position_kinds=(
+        "learned_absolute",
+        "rope_gptj",
+        "rope_gpt_neox",
+        "alibi",
+        "alibi_with_scale",
+        "relative",
+        "chatglm",
+    ),
+    rope_scaling_kinds=("none", "linear", "dynamic"),
+)
