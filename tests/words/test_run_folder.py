@@ -1,0 +1,115 @@
+"""A run folder never passes off a stale, half-written or foreign result as a good one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from porting_kit.errors import RunFolderError
+from porting_kit.outcomes import Coverage, StepOutcome, Verdict
+from porting_kit.run_folder import STEPS, open_run_folder, replace_folder, write_text
+
+
+def outcome(step: str, **inputs: str) -> StepOutcome:
+    return StepOutcome(step, Verdict.PASS, "fine", covered=(Coverage.WEIGHTS,), inputs=inputs)
+
+
+def test_outcome_round_trips_and_lists_what_is_not_covered(tmp_path):
+    folder = open_run_folder(tmp_path / "run", "tiny")
+    folder.begin("convert")
+    folder.finish(outcome("convert", weights="a"))
+    assert folder.outcome("convert") == outcome("convert", weights="a")
+    document = json.loads((folder.step("convert") / "outcome.json").read_text())
+    assert document["covered"] == ["weights"]
+    assert "engine" in document["not_covered"]
+
+
+def test_stale_inputs_are_refused_by_name(tmp_path):
+    folder = open_run_folder(tmp_path / "run", "tiny")
+    folder.begin("convert")
+    folder.finish(outcome("convert", weights="a", config="c"))
+    assert folder.require("convert", {"weights": "a", "config": "c"}).verdict is Verdict.PASS
+    with pytest.raises(RunFolderError, match="stale") as caught:
+        folder.require("convert", {"weights": "b", "config": "c"})
+    assert "weights" in caught.value.found
+    assert "config" not in caught.value.found
+
+
+def test_a_step_that_has_not_finished_is_refused(tmp_path):
+    folder = open_run_folder(tmp_path / "run", "tiny")
+    with pytest.raises(RunFolderError, match="has not finished"):
+        folder.require("patch", {})
+
+
+def test_beginning_a_step_forgets_what_rests_on_it(tmp_path):
+    folder = open_run_folder(tmp_path / "run", "tiny")
+    for step in STEPS:
+        folder.begin(step)
+    for step in STEPS:
+        folder.finish(outcome(step))
+    folder.begin("convert")
+    assert [step for step in STEPS if folder.outcome(step)] == ["preflight", "patch"]
+
+
+def test_damaged_outcome_is_an_error_not_a_pass(tmp_path):
+    folder = open_run_folder(tmp_path / "run", "tiny")
+    folder.begin("patch")
+    (folder.step("patch") / "outcome.json").write_text('{"verdict": "pass"')
+    with pytest.raises(RunFolderError, match="cannot be read"):
+        folder.outcome("patch")
+
+
+def test_a_foreign_folder_is_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(RunFolderError, match="no run folder"):
+        open_run_folder(tmp_path, "tiny")
+    assert [item.name for item in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_the_run_of_another_port_is_left_alone(tmp_path):
+    open_run_folder(tmp_path / "run", "tiny")
+    with pytest.raises(RunFolderError, match="another port"):
+        open_run_folder(tmp_path / "run", "other")
+    open_run_folder(tmp_path / "run", "tiny")
+
+
+def test_failed_replacement_keeps_the_old_content(tmp_path):
+    target = tmp_path / "product"
+    with replace_folder(target) as folder:
+        (folder / "a").write_text("old")
+    with pytest.raises(UnicodeEncodeError), replace_folder(target) as folder:
+        write_text(folder / "a", "new \ud800")
+    assert (target / "a").read_text() == "old"
+    with replace_folder(target) as folder:
+        (folder / "b").write_text("newer")
+    assert sorted(item.name for item in target.iterdir()) == ["b"]
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["product"]
+
+
+def test_a_killed_writer_leaves_nothing_that_looks_complete(tmp_path):
+    script = textwrap.dedent("""
+        import sys, time
+        from pathlib import Path
+        from porting_kit.run_folder import replace_folder
+        with replace_folder(Path(sys.argv[1]) / "checkpoint") as folder:
+            (folder / "config.json").write_text("{}")
+            print("writing", flush=True)
+            time.sleep(60)
+    """)
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"writing\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_write_text_replaces_whole_files_only(tmp_path):
+    write_text(tmp_path / "a.txt", "one")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(tmp_path / "a.txt", "two \ud800")
+    assert (tmp_path / "a.txt").read_text() == "one"
+    assert [item.name for item in tmp_path.iterdir()] == ["a.txt"]
