@@ -1,0 +1,5 @@
+"""The log of this package."""
+
+import logging
+
+logger = logging.getLogger("tensorrt_llm")

@@ -1,0 +1,1 @@
+"""Bloom: LayerNorm after the embedding, ALiBi positions, a plain feed-forward block."""

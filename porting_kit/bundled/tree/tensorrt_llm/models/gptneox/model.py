@@ -1,0 +1,113 @@
+"""GPT-NeoX (Pythia). Its forward methods do not know the speculative-decoding parameters; the patch adds them."""
+
+from ..._utils import pad_vocab_size
+from ...functional import PositionEmbeddingType, Tensor
+from ...layers import MLP, Attention, AttentionMaskType, ColumnLinear, Embedding, LayerNorm
+from ...module import Module
+from ..modeling_utils import DecoderLayerList, DecoderModelForCausalLM, PretrainedConfig
+
+
+class GPTNeoXDecoderLayer(Module):
+    """x + attention(norm1(x)) + mlp(norm2(x))."""
+
+    def __init__(self, config: PretrainedConfig, layer_idx: int):
+        super().__init__()
+        parallel = {"tp_group": config.mapping.tp_group, "tp_size": config.mapping.tp_size}
+        norm = {"normalized_shape": config.hidden_size, "eps": config.norm_epsilon, "dtype": config.dtype}
+        self.input_layernorm = LayerNorm(**norm)
+        self.post_attention_layernorm = LayerNorm(**norm)
+        self.attention = Attention(
+            local_layer_idx=layer_idx - config.mapping.pp_layers(config.num_hidden_layers)[0],
+            hidden_size=config.hidden_size,
+            attention_head_size=config.head_size,
+            num_attention_heads=config.num_attention_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            dtype=config.dtype,
+            attention_mask_type=AttentionMaskType.causal,
+            position_embedding_type=PositionEmbeddingType.rope_gpt_neox,
+            rotary_embedding_base=config.rotary_emb_base,
+            rotary_embedding_percentage=config.rotary_pct,
+            bias=True,
+            tp_rank=config.mapping.tp_rank,
+            quant_mode=config.quant_mode,
+            **parallel,
+        )
+        self.mlp = MLP(
+            hidden_size=config.hidden_size,
+            ffn_hidden_size=config.intermediate_size,
+            hidden_act=config.hidden_act,
+            dtype=config.dtype,
+            quant_mode=config.quant_mode,
+            **parallel,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask=None,
+        use_cache=False,
+        kv_cache_params=None,
+        attention_params=None,
+    ):
+        attention_output = self.attention(
+            self.input_layernorm(hidden_states),
+            attention_mask=attention_mask,
+            use_cache=use_cache,
+            kv_cache_params=kv_cache_params,
+            attention_params=attention_params,
+            norm_before_bmm1=True,
+        )
+        if use_cache:
+            attention_output, presents = attention_output
+        feed_forward_output = self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = attention_output + feed_forward_output + hidden_states
+        return (hidden_states, presents) if use_cache else hidden_states
+
+
+class GPTNeoXModel(Module):
+    """Embedding, layers, LayerNorm."""
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__()
+        self.vocab_embedding = Embedding(config.vocab_size, config.hidden_size, dtype=config.dtype)
+        self.layers = DecoderLayerList(GPTNeoXDecoderLayer, config)
+        self.ln_f = LayerNorm(normalized_shape=config.hidden_size, eps=config.norm_epsilon, dtype=config.dtype)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids=None,
+        use_cache=False,
+        attention_mask=None,
+        kv_cache_params=None,
+        attention_params=None,
+    ):
+        hidden_states = self.layers(
+            self.vocab_embedding(input_ids),
+            use_cache=use_cache,
+            attention_mask=attention_mask,
+            kv_cache_params=kv_cache_params,
+            attention_params=attention_params,
+        )
+        if use_cache:
+            hidden_states, presents = hidden_states
+        hidden_states = self.ln_f(hidden_states)
+        return (hidden_states, tuple(presents)) if use_cache else hidden_states
+
+
+class GPTNeoXForCausalLM(DecoderModelForCausalLM):
+    """GPT-NeoX with its output matrix."""
+
+    def __init__(self, config: PretrainedConfig):
+        config.set_if_not_exist("rotary_pct", 1.0)
+        config.set_if_not_exist("rotary_emb_base", 10000.0)
+        lm_head = ColumnLinear(
+            config.hidden_size,
+            pad_vocab_size(config.vocab_size, config.mapping.tp_size),
+            bias=False,
+            dtype=config.dtype,
+            tp_group=config.mapping.tp_group,
+            tp_size=config.mapping.tp_size,
+            gather_output=True,
+        )
+        super().__init__(config, GPTNeoXModel(config), lm_head)

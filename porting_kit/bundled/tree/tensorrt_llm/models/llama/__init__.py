@@ -1,0 +1,1 @@
+"""LLaMA and the models that share its layers (Mistral, Yi, SmolLM2 ...)."""

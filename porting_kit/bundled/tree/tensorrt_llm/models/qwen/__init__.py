@@ -1,0 +1,1 @@
+"""Qwen2: LLaMA's layers with biases on queries, keys and values."""

@@ -1,0 +1,5 @@
+"""Quantisation settings of a checkpoint."""
+
+from .mode import QuantMode
+
+__all__ = ["QuantMode"]
