@@ -1,4 +1,4 @@
-"""What a tree must respect (the heads in use, the engine's draft limit, the runtimes' packing) and how to make it fit."""
+"""What a tree must respect (heads in use, the engine's draft limit, the runtimes' packing), and how to make it fit."""
 
 from __future__ import annotations
 
@@ -52,6 +52,17 @@ def check_tree(tree: MedusaTree, *, num_heads: int | None = None, max_draft_len:
             where=tree.name,
             next_step="Drop the paths with larger ranks; candidates that far down are almost never accepted.",
         )
+
+
+def runtime_cautions(tree: MedusaTree) -> tuple[str, ...]:
+    """What works in one runtime and not in the other; sentences for display."""
+    if tree.num_nodes % 32 != 1 or tree.num_nodes == 1:
+        return ()
+    return (
+        f"A tree of {tree.num_drafts} draft nodes leaves one column in the last mask word: the Python runtime "
+        "(`--use_py_session`) stops with a ValueError in get_packed_mask (runtime/medusa_utils.py, "
+        "0.9 to 0.13.0.dev2024090300). The C++ runtime is not affected; one node more or less avoids it.",
+    )
 
 
 def trim_tree(tree: MedusaTree, *, num_heads: int | None = None, max_draft_len: int = MAX_DRAFT_NODES) -> MedusaTree:
