@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -117,10 +118,13 @@ class TestUpstream:
 
     def test_one_column_in_the_last_mask_word_is_what_the_python_runtime_cannot_pack(self, path):
         tree = trim_tree(read_tree("mc_sim_7b_63"), max_draft_len=32)
-        with pytest.raises(ValueError, match="invalid literal"):
-            set_up_upstream(path, tree.choices(), 4)
-        assert tree.packed_mask.shape == (33, 2)
         assert "Python runtime" in runtime_cautions(tree)[0]
+        version = (path.parents[1] / "version.py").read_text()
+        if re.search(r'"0\.(8|9|10|11)\.', version):
+            with pytest.raises(ValueError, match="invalid literal"):
+                set_up_upstream(path, tree.choices(), 4)
+        else:
+            self.compare(path, tree.choices(), 4)
 
 
 def test_path_only_and_mixed_lists_are_closed_under_prefixes():
@@ -257,6 +261,7 @@ def test_a_rank_the_cpp_runtime_cannot_pack():
 def test_reading_and_checking_need_no_torch():
     code = (
         "import sys; from porting_kit.medusa.tree import read_tree; "
-        "from porting_kit.medusa.tree_limits import check_tree; check_tree(read_tree('mc_sim_7b_63'), num_heads=4); sys.exit('torch' in sys.modules)"
+        "from porting_kit.medusa.tree_limits import check_tree; "
+        "check_tree(read_tree('mc_sim_7b_63'), num_heads=4); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
