@@ -61,7 +61,7 @@ def runtime_cautions(tree: MedusaTree) -> tuple[str, ...]:
     return (
         f"A tree of {tree.num_drafts} draft nodes leaves one column in the last mask word: the Python runtime "
         "(`--use_py_session`) stops with a ValueError in get_packed_mask (runtime/medusa_utils.py, "
-        "up to 0.12.0.dev2024070900; right from 0.12.0.dev2024071600 on). The C++ runtime is not affected; one node more or less avoids it.",
+        "up to 0.12.0.dev2024070900). Later releases and the C++ runtime are right; one node more or less avoids it.",
     )
 
 
