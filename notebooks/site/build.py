@@ -1,0 +1,86 @@
+"""Build the site: stage pages and notebooks in a folder, run Sphinx, check that the result needs no other host.
+
+A notebook is taken as executed by a run (`runs/<name>/**/<notebook>`) when one run holds them all, otherwise as it is
+in the source, without outputs. The index page says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+from pathlib import Path
+
+SITE = Path(__file__).resolve().parent
+ROOT = SITE.parents[1]
+# Elements that make a browser fetch something while it renders the page. A plain link (`a href`) does not.
+LOADED = re.compile(
+    r"<(?:script|img|iframe|source|video|audio|embed|link)\b[^>]*?\b(?:src|href|data)\s*=\s*[\"']?((?:https?:)?//[^\s\"'>]+)",
+    re.IGNORECASE,
+)
+LOADED_BY_STYLE = re.compile(r"(?:@import\s*|url\()\s*[\"']?((?:https?:)?//[^\s\"')]+)", re.IGNORECASE)
+
+
+def find_complete_run(runs: Path, names: list[str]) -> tuple[Path | None, dict[str, Path]]:
+    """The newest run folder that holds every notebook executed, and where each one lies in it."""
+    folders = [folder for folder in runs.glob("*") if folder.is_dir()] if runs.is_dir() else []
+    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
+        executed = {name: next(iter(sorted(folder.rglob(name))), None) for name in names}
+        if names and all(executed.values()):
+            return folder, {name: path for name, path in executed.items() if path is not None}
+    return None, {}
+
+
+def stage_sources(staging: Path, runs: Path) -> str:
+    """Copy pages, README and notebooks into the staging folder; returns the sentence on where outputs come from."""
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    for page in [*SITE.glob("*.md"), ROOT / "README.md"]:
+        shutil.copy(page, staging)
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    run, executed = find_complete_run(runs, [notebook.name for notebook in notebooks])
+    for notebook in notebooks:
+        shutil.copy(executed.get(notebook.name, notebook), staging / notebook.name)
+    if run is None:
+        return "The notebooks are shown without outputs: no complete run was there when the site was built."
+    return f"The outputs in the notebooks are those of the run `{run.name}`."
+
+
+def find_external_resources(folder: Path) -> list[str]:
+    """`page: address` for everything that a built page would load from another host while it renders."""
+    found = []
+    for page in sorted(folder.rglob("*.html")):
+        text = page.read_text(encoding="utf-8")
+        found += [f"{page.relative_to(folder)}: {address}" for address in LOADED.findall(text)]
+    for sheet in sorted(folder.rglob("*.css")):
+        addresses = LOADED_BY_STYLE.findall(sheet.read_text(encoding="utf-8"))
+        found += [f"{sheet.relative_to(folder)}: {address}" for address in addresses]
+    return found
+
+
+def build_site(runs: Path, out: Path) -> int:
+    """Stage, build with warnings as errors, check; returns the exit status."""
+    from sphinx.cmd.build import build_main
+
+    staging = out.parent / f"{out.name}-source"
+    outputs = stage_sources(staging, runs)
+    shutil.rmtree(out, ignore_errors=True)
+    options = ["-q", "-W", "--keep-going", "-b", "html", "-c", str(SITE), "-D", f"myst_substitutions.outputs={outputs}"]
+    status = build_main([*options, "-d", str(out.parent / f"{out.name}-cache"), str(staging), str(out)])
+    if status:
+        return status
+    external = find_external_resources(out)
+    if external:
+        print("the site loads from other hosts:", *external[:10], sep="\n  ", file=sys.stderr)
+        return 1
+    print(f"{out / 'index.html'}\n{outputs}")
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of run folders")
+    parser.add_argument("--out", type=Path, default=Path("build/docs"), help="where the pages go")
+    arguments = parser.parse_args()
+    sys.exit(build_site(arguments.runs, arguments.out.resolve()))
