@@ -1,9 +1,10 @@
 """The decode loop: plain greedy, and Medusa with a tree, over any model that keeps its own key/value cache.
 
 Both are the same loop, plain greedy being the tree that has a root only, so that a difference between the two can only
-come from the model. Requests have unequal lengths and unequal progress; those that have ended emit nothing more and,
-where the cache can be narrowed, leave the batch. Everything per token is a tensor operation over the batch; the results
-are sorted out once, after the last step. Greedy only: sampling is not offered.
+come from the model; `replay` is that loop again, made to emit given tokens. Requests have unequal lengths and unequal
+progress; those that have ended emit nothing more and, where the cache can be narrowed, leave the batch. Everything per
+token is a tensor operation over the batch; the results are sorted out once, after the last step. Greedy only: sampling
+is not offered.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from porting_kit.errors import EmulatorError
 from porting_kit.medusa.acceptance import PADDING, Acceptance, accept_greedy, cut_at_end, draft_tokens, top_tokens
 from porting_kit.medusa.generation import Generation, StepLog
 from porting_kit.medusa.tree import MedusaTree
+from porting_kit.medusa.tree_limits import MAX_DRAFT_NODES
 
 ROOT_ONLY = MedusaTree(nodes=((),), listed=(), name="root only")
 
@@ -71,7 +73,7 @@ def generate_greedy(
     keep_logits: bool = False,
 ) -> Generation:
     """One token a step, no tree, no heads. Arguments and result as for `generate_medusa`."""
-    return _generate(model, ROOT_ONLY, prompts, max_new_tokens, end_ids, keep_margins, keep_logits)
+    return _decode(model, ROOT_ONLY, prompts, _Greedy(max_new_tokens, tuple(end_ids)), keep_margins, keep_logits)
 
 
 def generate_medusa(
@@ -99,6 +101,118 @@ def generate_medusa(
         EmulatorError: no prompt, an empty prompt, or `max_new_tokens` below 1.
         TreeError: more levels than heads.
     """
+    _check_heads(model, tree)
+    return _decode(model, tree, prompts, _Greedy(max_new_tokens, tuple(end_ids)), keep_margins, keep_logits)
+
+
+def replay(
+    model: DecodableModel,
+    prompts: Sequence[torch.Tensor | Sequence[int]],
+    tokens: Sequence[Sequence[int]],
+    tree: MedusaTree | None = None,
+) -> Generation:
+    """Make the model emit given tokens, and keep what it thought at each: one wrong token does not spoil the next.
+
+    Each step drafts as usual and accepts the longest path that follows `tokens`, so the phases are those of an engine
+    that emitted them.
+
+    Args:
+        model: any model; heads are needed with a tree only.
+        prompts: token ids of each request.
+        tokens: at least one token per request.
+        tree: None replays one token a step.
+
+    Returns:
+        A generation whose tokens are `tokens`, with `logits` kept.
+    """
+    if tree is not None and tree.num_drafts:
+        _check_heads(model, tree)
+    return _decode(model, tree or ROOT_ONLY, prompts, _Forced(tokens), keep_margins=False, keep_logits=True)
+
+
+class _Greedy:
+    """Take the base's best token, to a limit or an end token."""
+
+    def __init__(self, max_new_tokens: int, end_ids: tuple[int, ...]) -> None:
+        self.end_ids = end_ids
+        self.longest = max_new_tokens
+
+    def limits(self, batch_size: int) -> torch.Tensor:
+        return torch.full((batch_size,), self.longest)
+
+    def choose(self, logits: torch.Tensor, vocab_size: int, requests: Any, emitted: Any, depths: Any) -> torch.Tensor:
+        return top_tokens(logits, vocab_size)
+
+
+class _Forced:
+    """Take the given tokens, whatever the logits say; past their end, a token that no draft equals."""
+
+    end_ids = ()
+
+    def __init__(self, tokens: Sequence[Sequence[int]]) -> None:
+        self.lengths = [len(row) for row in tokens]
+        self.longest = max(self.lengths) if all(self.lengths) else 0  # 0 is refused with the prompts
+        self.tokens = torch.full((len(tokens), self.longest + MAX_DRAFT_NODES), 2 * PADDING)
+        for index, row in enumerate(tokens):
+            self.tokens[index, : len(row)] = torch.as_tensor(row)
+
+    def limits(self, batch_size: int) -> torch.Tensor:
+        return torch.tensor(self.lengths)
+
+    def choose(
+        self, logits: torch.Tensor, vocab_size: int, requests: torch.Tensor, emitted: torch.Tensor, depths: torch.Tensor
+    ) -> torch.Tensor:
+        return self.tokens.to(logits.device)[requests[:, None], emitted[:, None] + depths]
+
+
+@torch.inference_mode()
+def _decode(
+    model: DecodableModel,
+    tree: MedusaTree,
+    prompts: Sequence[torch.Tensor | Sequence[int]],
+    chooser: _Greedy | _Forced,
+    keep_margins: bool,
+    keep_logits: bool,
+) -> Generation:
+    started = time.perf_counter()
+    prompts = _checked_prompts(prompts, chooser.longest, getattr(model, "device", None))
+    vocab_size = model.config["vocab_size"]
+    cache = model.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + chooser.longest + tree.num_nodes)
+    log = StepLog(len(prompts), tree.depth + 1, vocab_size, keep_margins=keep_margins, keep_logits=keep_logits)
+
+    output = model.prefill(prompts, cache)
+    logits, medusa_logits = output.logits[:, None], output.medusa_logits
+    step_inputs, depths = _step_inputs(tree, logits.device), tree.position_offsets.to(logits.device).long()
+    requests = torch.arange(len(prompts), device=logits.device)
+    emitted, wanted = torch.zeros_like(requests), chooser.limits(len(prompts)).to(logits.device)
+    running = torch.ones_like(requests, dtype=torch.bool)
+    # The context phase confirms one token, as a step whose tree is its root.
+    first = chooser.choose(logits, vocab_size, requests, emitted, depths[:1])
+    accepted = Acceptance(rows=torch.zeros_like(first), tokens=first, lengths=torch.ones_like(requests))
+    while True:
+        counts, ended = cut_at_end(accepted.tokens, accepted.lengths, chooser.end_ids, wanted - emitted)
+        counts = counts * running
+        log.add(requests, accepted, counts, logits)
+        emitted = emitted + counts
+        running = running & ~ended
+        if not running.any():
+            return log.finish(chooser.end_ids, seconds=time.perf_counter() - started)
+        roots = accepted.last_tokens[:, None].clamp(min=0)  # an idle request may have run out of forced tokens
+        drafts = [draft_tokens(medusa_logits, tree, vocab_size)] if tree.num_drafts else []
+        nodes = torch.cat([roots, *drafts], dim=1)
+        if hasattr(cache, "select") and not running.all():
+            cache = cache.select(running.nonzero()[:, 0])
+            requests, emitted, wanted, nodes, running = (
+                x[running] for x in (requests, emitted, wanted, nodes, running)
+            )
+        output = model.decode(nodes, cache, **step_inputs)
+        logits = output.logits
+        accepted = accept_greedy(nodes, chooser.choose(logits, vocab_size, requests, emitted, depths), tree)
+        cache.keep(accepted.rows.masked_fill(~running[:, None], PADDING))
+        medusa_logits = _at_rows(output.medusa_logits, accepted.last_rows)
+
+
+def _check_heads(model: DecodableModel, tree: MedusaTree) -> None:
     if model.num_medusa_heads == 0:
         raise EmulatorError(
             "Medusa decoding was asked of a model without heads",
@@ -106,56 +220,6 @@ def generate_medusa(
             found="num_medusa_heads 0",
             next_step="Build the model from a checkpoint that holds medusa_heads.*, with the patched class.",
         )
-    return _generate(model, tree, prompts, max_new_tokens, end_ids, keep_margins, keep_logits)
-
-
-@torch.inference_mode()
-def _generate(
-    model: DecodableModel,
-    tree: MedusaTree,
-    prompts: Sequence[torch.Tensor | Sequence[int]],
-    max_new_tokens: int,
-    end_ids: Sequence[int],
-    keep_margins: bool,
-    keep_logits: bool,
-) -> Generation:
-    started = time.perf_counter()
-    prompts = _checked_prompts(prompts, max_new_tokens, getattr(model, "device", None))
-    vocab_size = model.config["vocab_size"]
-    cache = model.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + max_new_tokens + tree.num_nodes)
-    log = StepLog(len(prompts), tree.depth + 1, vocab_size, keep_margins=keep_margins, keep_logits=keep_logits)
-
-    output = model.prefill(prompts, cache)
-    accepted = _accept_context(output.logits, vocab_size)
-    step_inputs = _step_inputs(tree, output.logits.device)
-    requests = torch.arange(len(prompts), device=output.logits.device)
-    wanted = torch.full_like(requests, max_new_tokens)
-    running = torch.ones_like(requests, dtype=torch.bool)
-    logits, medusa_logits = output.logits[:, None], output.medusa_logits
-    while True:
-        emitted, ended = cut_at_end(accepted.tokens, accepted.lengths, end_ids, wanted)
-        log.add(requests, accepted, emitted * running, logits)
-        wanted = wanted - emitted * running
-        running = running & ~ended
-        if not running.any():
-            return log.finish(end_ids, seconds=time.perf_counter() - started)
-        roots = accepted.last_tokens[:, None]
-        drafts = [draft_tokens(medusa_logits, tree, vocab_size)] if tree.num_drafts else []
-        nodes = torch.cat([roots, *drafts], dim=1)
-        if hasattr(cache, "select") and not running.all():
-            cache = cache.select(running.nonzero()[:, 0])
-            requests, wanted, nodes, running = (x[running] for x in (requests, wanted, nodes, running))
-        output = model.decode(nodes, cache, **step_inputs)
-        logits = output.logits
-        accepted = accept_greedy(nodes, top_tokens(logits, vocab_size), tree)
-        cache.keep(accepted.rows.masked_fill(~running[:, None], PADDING))
-        medusa_logits = _at_rows(output.medusa_logits, accepted.last_rows)
-
-
-def _accept_context(logits: torch.Tensor, vocab_size: int) -> Acceptance:
-    """The context phase confirms one token, without a tree."""
-    tokens = top_tokens(logits, vocab_size)[:, None]
-    return Acceptance(rows=torch.zeros_like(tokens), tokens=tokens, lengths=torch.ones_like(tokens[:, 0]))
 
 
 def _step_inputs(tree: MedusaTree, device: torch.device) -> dict[str, torch.Tensor | None]:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from porting_kit.errors import EmulatorError, TreeError
-from porting_kit.medusa.decoding import generate_greedy, generate_medusa
+from porting_kit.medusa.decoding import generate_greedy, generate_medusa, replay
 from porting_kit.medusa.tree import MedusaTree, read_tree
 from tests.medusa.reference_model import (
     ReferenceCache,
@@ -168,3 +168,35 @@ def test_unusable_input_is_refused(fitted, prompts):
         generate_medusa(ReferenceModel(num_heads=2), tree, prompts, 4)
     with pytest.raises(TreeError, match="more candidates"):
         generate_medusa(fitted, read_tree([[rank] for rank in range(V + 1)]), prompts, 4)
+
+
+def logits_without_a_cache(model, prompt, tokens):
+    text = torch.cat([prompt, torch.tensor(tokens)])
+    return torch.cat(
+        [model.prefill([text[:end]], model.new_cache(1, end)).logits[:, :V] for end in range(len(prompt), len(text))]
+    )
+
+
+@pytest.mark.parametrize("spec", [None, "small_3", "chain:2"])
+@pytest.mark.parametrize("cache_class", [SelectableCache, ReferenceCache])
+def test_replay_emits_the_given_tokens_and_keeps_the_models_own_logits(spec, cache_class, prompts, expected):
+    """Tokens of unequal number, one of them not the model's choice: the logits are those of the given history."""
+    model = ReferenceModel(cache_class=cache_class)
+    fit_heads(model, prompts, NEW_TOKENS + 8)
+    tokens = [row[: 7 + 5 * index] for index, row in enumerate(expected)]
+    tokens[1][4] = (tokens[1][4] + 1) % V
+    replayed = replay(model, prompts, tokens, None if spec is None else read_tree(spec))
+    assert replayed.tokens == tokens
+    for prompt, row, logits in zip(prompts, tokens, replayed.logits, strict=True):
+        torch.testing.assert_close(logits, logits_without_a_cache(model, prompt, row))
+    if spec is not None:
+        assert replayed.tokens_per_step > 1.2
+
+
+def test_replaying_a_run_repeats_its_steps(fitted, prompts):
+    tree = read_tree("small_3")
+    generation = generate_medusa(fitted, tree, prompts, NEW_TOKENS)
+    replayed = replay(fitted, prompts, generation.tokens, tree)
+    for origins, again in zip(generation.origins, replayed.origins, strict=True):
+        assert torch.equal(origins.step, again.step)
+        assert torch.equal(origins.depth, again.depth)
