@@ -17,15 +17,34 @@ from porting_kit.releases.version import Release, parse_release
 
 
 @dataclass(frozen=True)
+class CompiledKernels:
+    """Multi-query kernels that a release ships compiled, for one head size.
+
+    Args:
+        head_size: D.
+        blocks: blocks of the KV cache in tokens; None is a contiguous cache.
+        compute_capabilities: cards, for a cache in the model's own type or int8.
+        fp8_kv_compute_capabilities: cards, for an fp8 (e4m3) cache.
+    """
+
+    head_size: int
+    blocks: tuple[int | None, ...]
+    compute_capabilities: tuple[int, ...]
+    fp8_kv_compute_capabilities: tuple[int, ...]
+
+    def cards(self, cache_dtype: str) -> tuple[int, ...]:
+        """The cards for a type of KV cache."""
+        return self.fp8_kv_compute_capabilities if cache_dtype == "fp8" else self.compute_capabilities
+
+
+@dataclass(frozen=True)
 class KernelLimits:
     """What the XQA multi-query kernel of a release takes, and how it says no.
 
     Args:
-        head_sizes: D that the dispatcher lets pass.
-        kernel_head_sizes: D for which a compiled multi-query kernel exists; a D only in `head_sizes` is refused later.
-        tokens_per_block: accepted blocks of the paged cache, in tokens.
-        compute_capabilities: cards with compiled multi-query kernels.
-        fp8_kv_compute_capabilities: the same for an fp8 (e4m3) cache.
+        dispatcher_head_sizes: D that the dispatcher lets pass; without a compiled kernel the refusal comes right after.
+        tokens_per_block: blocks of the paged cache that the dispatcher lets pass, in tokens.
+        compiled: the kernels there are.
         group_power_of_two: H / K must be a power of two.
         multi_block_mode: `ignored`, `refused`, or `switched off` (by the library itself, for speculative decoding).
         kv_scale_applied: the scale of an int8 or fp8 cache reaches the kernel.
@@ -33,14 +52,12 @@ class KernelLimits:
         no_kernel_message: what the library prints when no kernel is left, at the first generation step.
         init_message: what it prints for a type it does not take, when the engine is built.
         source: files and releases these facts were read from.
-        inferred: statements among them that were concluded, not read for every release of the range.
+        inferred: what among them was concluded, not read for every release of the range.
     """
 
-    head_sizes: tuple[int, ...]
-    kernel_head_sizes: tuple[int, ...]
+    dispatcher_head_sizes: tuple[int, ...]
     tokens_per_block: tuple[int, ...]
-    compute_capabilities: tuple[int, ...]
-    fp8_kv_compute_capabilities: tuple[int, ...]
+    compiled: tuple[CompiledKernels, ...]
     group_power_of_two: bool
     multi_block_mode: str
     kv_scale_applied: bool
@@ -51,10 +68,95 @@ class KernelLimits:
     inferred: str = ""
 
     def __post_init__(self) -> None:
-        if not set(self.kernel_head_sizes) <= set(self.head_sizes):
-            raise ValueError(f"kernels for head sizes the dispatcher refuses: {self.kernel_head_sizes}")
+        if not {kernels.head_size for kernels in self.compiled} <= set(self.dispatcher_head_sizes):
+            raise ValueError("compiled kernels for a head size the dispatcher refuses")
         if self.multi_block_mode not in ("ignored", "refused", "switched off"):
             raise ValueError(f"unknown multi_block_mode {self.multi_block_mode!r}")
+
+    @property
+    def blocks(self) -> tuple[int | None, ...]:
+        """Every block that some kernel takes and the dispatcher lets pass."""
+        known = {block for kernels in self.compiled for block in kernels.blocks}
+        allowed = [block for block in self.tokens_per_block if block in known]
+        return (*allowed, *([None] if None in known else []))
+
+    def cards(self, cache_dtype: str) -> tuple[int, ...]:
+        """Every card that some kernel runs on, for a type of KV cache."""
+        return tuple(sorted({card for kernels in self.compiled for card in kernels.cards(cache_dtype)}))
+
+
+@dataclass(frozen=True)
+class PartialFlag:
+    """A flag that only some snapshots of a range know: from `since` on, and before `before`.
+
+    A flag that went and came back has one entry for each stay.
+    """
+
+    name: str
+    since: str | None = None
+    before: str | None = None
+
+    def known_to(self, release: Release) -> bool:
+        """Whether the release knows the flag."""
+        return (self.since is None or parse_release(self.since) <= release) and (
+            self.before is None or release < parse_release(self.before)
+        )
+
+
+def words(text: str) -> tuple[str, ...]:
+    """A tuple of names from one text, for long lists in data files."""
+    return tuple(text.split())
+
+
+@dataclass(frozen=True)
+class BuildFacts:
+    """What a release's trtllm-build takes.
+
+    Args:
+        medusa_switch: what turns the Medusa mode on: `config` (the checkpoint's own key), `max_draft_len` (that flag),
+            or `speculative_decoding_mode` (that flag, from 0.10.0.dev2024050700 on).
+        draft_limit_key: the checkpoint key that holds the number of draft tokens.
+        plugin_types: the values of a plugin flag such as --gemm_plugin.
+        speculative_modes: the values of --speculative_decoding_mode.
+        flags: flags every snapshot of the range knows.
+        partial: flags only some know.
+        complete: False when the list was read from one later version and may lack others.
+        source: where it was read.
+    """
+
+    medusa_switch: str
+    draft_limit_key: str
+    plugin_types: tuple[str, ...]
+    speculative_modes: tuple[str, ...]
+    flags: tuple[str, ...]
+    source: str
+    partial: tuple[PartialFlag, ...] = ()
+    complete: bool = True
+
+    def __post_init__(self) -> None:
+        if self.medusa_switch not in ("config", "max_draft_len", "speculative_decoding_mode"):
+            raise ValueError(f"unknown medusa_switch {self.medusa_switch!r}")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a release's examples/run.py takes and demands for Medusa.
+
+    Args:
+        needs_py_session: Medusa runs only with --use_py_session.
+        temperature: the one --temperature it accepts together with --medusa_choices.
+        flags: flags every snapshot of the range knows.
+        partial: flags only some know.
+        complete: False when the list was read from another version.
+        source: where it was read.
+    """
+
+    needs_py_session: bool
+    temperature: str
+    flags: tuple[str, ...]
+    source: str
+    partial: tuple[PartialFlag, ...] = ()
+    complete: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,6 +167,8 @@ class ReleaseFacts:
     since: str
     before: str
     kernel: KernelLimits
+    build: BuildFacts
+    run: RunFacts
     position_kinds: tuple[str, ...]
     rope_scaling_kinds: tuple[str, ...]
 

@@ -87,6 +87,41 @@ def _jit_kernel(shape: AttentionShape, limits: KernelLimits) -> bool:
     )
 
 
+def _has_kernel(shape: AttentionShape, limits: KernelLimits) -> bool:
+    """Whether a kernel is compiled for this head size, on this card and block as far as any kernel takes those.
+
+    A block or a card that no kernel takes at all is the fault of their own gates, not of the head size.
+    """
+    cards = limits.cards(shape.cache_dtype)
+    return any(
+        kernels.head_size == shape.head_size
+        and (shape.tokens_per_block not in limits.blocks or shape.tokens_per_block in kernels.blocks)
+        and (shape.compute_capability not in cards or shape.compute_capability in kernels.cards(shape.cache_dtype))
+        for kernels in limits.compiled
+    )
+
+
+def _describe_kernels(limits: KernelLimits) -> str:
+    """`128; 64 (block 64, compute capability 90)`: a set that takes all blocks and cards is named by its size alone."""
+    texts = []
+    for kernels in limits.compiled:
+        conditions = []
+        if set(kernels.blocks) < set(limits.blocks):
+            conditions.append("block " + " or ".join(_block_text(block) for block in kernels.blocks))
+        if set(kernels.compute_capabilities) < set(limits.cards("")):
+            conditions.append("compute capability " + " or ".join(map(str, kernels.compute_capabilities)))
+        texts.append(f"{kernels.head_size}" + (f" ({', '.join(conditions)})" if conditions else ""))
+    return "; ".join(texts)
+
+
+def _join(cards: tuple[int, ...]) -> str:
+    return ", ".join(map(str, cards))
+
+
+def _block_text(block: int | None) -> str:
+    return "contiguous" if block is None else str(block)
+
+
 def _enforced(
     name: str,
     *,
@@ -185,14 +220,15 @@ GATES: tuple[KernelGate, ...] = (
     _enforced(
         "head size",
         # The run-time compiled kernel has its own rule, the gate of its own below.
-        holds=lambda shape, limits: _jit_kernel(shape, limits) or shape.head_size in limits.kernel_head_sizes,
+        holds=lambda shape, limits: _jit_kernel(shape, limits) or _has_kernel(shape, limits),
         value=lambda shape: shape.head_size,
-        demand=lambda limits: " or ".join(map(str, limits.kernel_head_sizes)),
+        demand=_describe_kernels,
         remedy="pad_head_size pads the heads with zeros up to the next size that has a kernel (exact); "
         "a head size above the largest kernel has no remedy",
         mended_by=("pad_head_size",),
-        source="XQA precompiled 0.13.0.dev2024090300 l.417-421 (dispatcher: 128, 256) and the file names of its "
-        "compiled kernels (nqpkv_0: d_128 only); 64 from 0.18.0.dev2025031100 on",
+        source="decoderXQAImplPrecompiled.cpp (dispatcher: 0.13.0.dev2024090300 l.417-421; 64 from 0.15.0.dev2024111200 "
+        "l.415) and cubin/xqa_kernel_cubin.h (kernels with nqpkv_0: d_128 in all, d_64 with block 64 on sm_90 from "
+        "0.15.0.dev2024111200 and on sm_80 to sm_90 from 0.16.0.dev2024120300, no d_256 anywhere)",
     ),
     _enforced(
         "q scaling",
@@ -213,15 +249,12 @@ GATES: tuple[KernelGate, ...] = (
     ),
     _enforced(
         "tokens per block",
-        holds=lambda shape, limits: (
-            _jit_kernel(shape, limits)
-            or shape.tokens_per_block is None
-            or shape.tokens_per_block in limits.tokens_per_block
-        ),
-        value=lambda shape: "contiguous" if shape.tokens_per_block is None else shape.tokens_per_block,
-        demand=lambda limits: " or ".join(map(str, limits.tokens_per_block)) + " (or a contiguous cache)",
+        holds=lambda shape, limits: _jit_kernel(shape, limits) or shape.tokens_per_block in limits.blocks,
+        value=lambda shape: _block_text(shape.tokens_per_block),
+        demand=lambda limits: " or ".join(_block_text(block) for block in limits.blocks),
         remedy="build with --tokens_per_block 64",
-        source="decoderXQARunner.h 0.9.0.dev2024022700; XQA precompiled 0.13.0.dev2024090300 l.440; 32 in later ones",
+        source="decoderXQARunner.h 0.9.0.dev2024022700; decoderXQAImplPrecompiled.cpp 0.13.0.dev2024090300 l.440, "
+        "0.16.0.dev2024121000 l.433; 32 in later ones",
     ),
     _enforced(
         "beam width",
@@ -251,19 +284,14 @@ GATES: tuple[KernelGate, ...] = (
     _enforced(
         "compute capability",
         holds=lambda shape, limits: (
-            shape.compute_capability is None
-            or shape.compute_capability
-            in (limits.fp8_kv_compute_capabilities if shape.cache_dtype == "fp8" else limits.compute_capabilities)
+            shape.compute_capability is None or shape.compute_capability in limits.cards(shape.cache_dtype)
         ),
         value=lambda shape: "not given" if shape.compute_capability is None else shape.compute_capability,
-        demand=lambda limits: (
-            ", ".join(map(str, limits.compute_capabilities))
-            + f" (fp8 cache: {', '.join(map(str, limits.fp8_kv_compute_capabilities))})"
-        ),
-        remedy="use a card with compute capability 8.0, 8.6, 8.9 or 9.0; Blackwell cards (10.0, 12.0) have no "
-        "multi-query kernel in the TensorRT backend",
-        source="file names of the compiled kernels (nqpkv_0) 0.9.0.dev2024022700 to 0.13.0.dev2024090300: sm 80, 86, "
-        "89, 90; e4m3: 89, 90; xqaDispatcher.cpp of later releases for 100",
+        demand=lambda limits: f"{_join(limits.cards(''))} (fp8 cache: {_join(limits.cards('fp8'))})",
+        remedy="use a card with compute capability 8.0, 8.6, 8.9 or 9.0 (8.9 or 9.0 for an fp8 cache); Blackwell cards "
+        "(10.0, 12.0) have no multi-query kernel in the TensorRT backend",
+        source="cubin/xqa_kernel_cubin.h 0.9.0.dev2024022700 to 0.16.0.dev2024121000: nqpkv_0 for sm 80, 86, 89, 90; "
+        "e4m3: 89, 90; xqaDispatcher.cpp of later releases for 100",
     ),
     _enforced(
         "run-time kernel: positions",
