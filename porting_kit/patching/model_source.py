@@ -150,8 +150,8 @@ def _find_reason_to_refuse(model: ModelFile, flow: Flow) -> str | None:
             state = RECURRENT_STATE.search(" ".join((*forward.parameters, *_all_words(forward.calls))))
             if state is not None:
                 return (
-                    f"{owner.name} keeps a recurrent state ({state[0]}): a rejected draft token has already changed it, "
-                    "and it cannot be rewound as a KV cache can"
+                    f"{owner.name} keeps a recurrent state ({state[0]}): a rejected draft token has already changed "
+                    "it, and it cannot be rewound as a KV cache can"
                 )
         for attribute, settings in owner.keywords.items():
             if any(each.get("cross_attention") == "True" for each in settings):

@@ -214,7 +214,7 @@ class _Reader:
         built: dict[str, list[frozenset[str]]],
         keywords: dict[str, list[dict[str, str]]],
     ) -> None:
-        """Record `self.x = Something(...)`, with one level of local variables in between (`Cls = MLP; self.x = Cls()`)."""
+        """Record `self.x = Something(...)`, also by way of one local variable (`Cls = MLP; self.x = Cls(...)`)."""
         local: dict[str, set[str]] = {}
         for node in nodes:
             if not isinstance(node, cst.Assign) or len(node.targets) != 1:
