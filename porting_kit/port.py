@@ -262,7 +262,6 @@ def known_field_names() -> list[str]:
             names.append(f"{name}.{inner}")
             if isinstance(inner_info.validation_alias, AliasChoices):
                 names += [f"{name}.{alias}" for alias in inner_info.validation_alias.choices if alias != inner]
-        del info
     return names
 
 
