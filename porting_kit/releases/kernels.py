@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from porting_kit.errors import KernelRefusal, PortFileError
+from porting_kit.releases.enforced_gates import ENFORCED_GATES
 from porting_kit.releases.facts import KernelLimits, ReleaseFacts, describe_known_range, find_release_facts
-from porting_kit.releases.gates import ENFORCED, GATES, KernelGate
+from porting_kit.releases.gate import ENFORCED, KernelGate
 from porting_kit.releases.shape import AttentionShape
+from porting_kit.releases.silent_gates import SILENT_GATES
 
 __all__ = ["AttentionShape", "GateResult", "KernelGate", "KernelProfile", "evaluate_gates", "kernel_profile"]
 
@@ -88,7 +90,7 @@ class KernelProfile:
                     expected=f"{gate.name}: {gate.demand(self.limits)}",
                     found=gate.value(shape),
                     where=f"TensorRT-LLM {self.release}, {gate.stage}",
-                    next_step=gate.remedy,
+                    next_step=gate.remedy(shape, self.limits),
                 )
 
 
@@ -136,7 +138,7 @@ def _release_profile(release: str, facts: ReleaseFacts) -> KernelProfile:
         kv_scale_in_generation=facts.kernel.kv_scale_applied,
         window_in_generation=False,
         one_position_id_per_request=True,
-        gates=tuple(gate for gate in GATES if gate.applies(facts.kernel)),
+        gates=tuple(gate for gate in (*ENFORCED_GATES, *SILENT_GATES) if gate.applies(facts.kernel)),
         limits=facts.kernel,
     )
 
@@ -170,7 +172,7 @@ def _evaluate(gate: KernelGate, shape: AttentionShape, limits: KernelLimits, fit
         expected,
         message=gate.message(limits),
         effect=gate.effect,
-        remedy=gate.remedy,
-        mended_by=gate.mended_by,
+        remedy=gate.remedy(shape, limits),
+        mended_by=gate.mends(shape, limits),
         source=gate.source,
     )

@@ -1,8 +1,12 @@
-"""What an attention layer asks of a kernel: sizes, types, positions, cache. The input of every kernel gate."""
+"""What an attention layer asks of a kernel: sizes, types, positions, cache. The input of every kernel gate.
+
+This module reads no config file: `attention_shape` takes the normalised base config.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from porting_kit.errors import PortFileError
 
@@ -78,3 +82,69 @@ class AttentionShape:
     def cache_dtype(self) -> str:
         """Type of the KV cache."""
         return self.kv_dtype or self.dtype
+
+
+def attention_shape(
+    base: Any, target: Any, *, dtype: str | None = None, positions_in_graph: bool = False
+) -> AttentionShape:
+    """The attention shape of a base model on a target.
+
+    Args:
+        base: a `BaseConfig` (or anything with its attributes).
+        target: the port file's target section: compute_capability "9.0", kv_cache_type, tokens_per_block, max_seq_len.
+        dtype: the port's dtype; the base's own when None.
+        positions_in_graph: the model is patched to compute its positions itself.
+
+    Raises:
+        PortFileError: an impossible head count or size.
+    """
+    raw = base.raw
+    cache = getattr(target, "kv_cache_type", "auto")
+    window = None if raw.get("use_sliding_window") is False else base.sliding_window
+    return AttentionShape(
+        head_size=base.head_size,
+        query_heads=base.num_heads,
+        kv_heads=base.num_kv_heads,
+        dtype=dtype or base.dtype or "float16",
+        kv_dtype=None if cache == "auto" else cache,
+        position_kind=base.position_kind,
+        q_scaling=base.q_scaling,
+        softcap=base.attention_softcap,
+        sliding_window=window,
+        window_varies=window is not None and _window_varies(raw),
+        max_seq_len=target.max_seq_len,
+        tokens_per_block=target.tokens_per_block,
+        compute_capability=read_compute_capability(target.compute_capability),
+        mask="block_sparse" if raw.get("blocksparse_block_size") else "causal",
+        relative_bias=base.position_kind == "relative",
+        positions_in_graph=positions_in_graph,
+    )
+
+
+def read_compute_capability(value: object) -> int | None:
+    """90 from `9.0`, 90, `sm90` or `sm_90`; None stays None.
+
+    Raises:
+        PortFileError: not a compute capability.
+    """
+    if value is None:
+        return None
+    text = str(value).lower().removeprefix("sm").lstrip("_").replace(".", "")
+    if not text.isdigit() or len(text) < 2:
+        raise PortFileError("not a compute capability", expected="a number such as 9.0 or sm90", found=repr(value))
+    return int(text)
+
+
+def _window_varies(raw: Any) -> bool:
+    """Whether only some layers have the window (Gemma 2 and 3, Phi-3-small, Cohere 2 ...)."""
+    kinds = raw.get("layer_types")
+    if kinds:
+        return len(set(kinds)) > 1
+    return (raw.get("sliding_window_pattern") or 1) > 1 or raw.get("model_type") in ("gemma2", "gemma3_text", "cohere2")
+
+
+def window_covers(shape: AttentionShape) -> bool:
+    """Whether the window is never reached: no sequence is longer than it."""
+    return (
+        shape.sliding_window is not None and shape.max_seq_len is not None and shape.max_seq_len <= shape.sliding_window
+    )

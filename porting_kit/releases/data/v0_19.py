@@ -21,7 +21,7 @@ FACTS = ReleaseFacts(
         init_message="Speculative decoding mode doesn't support the data type or cross attention.",
         source=(
             "names of the compiled kernels as for 0.17; decoderXQARunner.cpp and decoderXQAImplJIT (run-time "
-            "kernel for fp8 caches, PR 3269, April 2025)"
+            "kernel for fp8 caches, April 2025)"
         ),
         inferred="the release that brought the run-time kernel is bracketed by the date of its pull request",
     ),
