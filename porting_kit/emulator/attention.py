@@ -1,0 +1,391 @@
+"""gpt_attention: packed multi-head attention over a KV cache, context and generation requests in one call.
+
+Attention logits are q.k / (sqrt(D) * q_scaling) + bias, softmax over the keys a query may see. PyTorch's fused
+attention does the work wherever it can express it; soft-cap, and ALiBi in half precision, are computed in float32.
+Source of the arguments and of the packed layout: docs/gpt_attention.md and functional.py, 0.11.0.dev2024062500.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as torch_functional
+
+from porting_kit.emulator.attention_step import AttentionStep, pack_requests, pad_requests
+from porting_kit.emulator.network import find_running_network
+from porting_kit.emulator.rotary import find_cos_sin, read_rotary_setting, rotate
+from porting_kit.emulator.symbols import find_use_site, raise_not_emulated
+from porting_kit.emulator.tensor_type import Tensor
+from porting_kit.emulator.tree_mask import (
+    build_context_distance,
+    build_context_mask,
+    build_generation_mask,
+    unpack_tree_mask,
+)
+from porting_kit.errors import EmulatorError
+
+# Elements of one block of attention biases [H, rows, keys]: 32 Mi floats are 128 MiB.
+BIAS_BLOCK_ELEMENTS = 1 << 25
+# Arguments that change the result and that no decoder with Medusa heads uses.
+REFUSED_ARGUMENTS = (
+    "context_fmha_custom_mask",
+    "attention_packed_mask",
+    "cross_qkv",
+    "encoder_input_lengths",
+    "kv_orig_quant_scale",
+    "kv_quant_orig_scale",
+    "attention_output_orig_quant_scale",
+    "relative_attention_bias",
+    "mrope_rotary_cos_sin",
+)
+
+
+@dataclass(frozen=True)
+class AttentionSetting:
+    """What a layer's attention does, apart from rotary embedding.
+
+    Args:
+        layer: index among this rank's layers.
+        query_heads, kv_heads, head_size: H, K and D of this rank.
+        scale: factor on q.k.
+        softcap: bound of tanh on the logits, 0 for none.
+        slopes: ALiBi slopes, float [H], None without ALiBi.
+        window: tokens a query may see, itself included; None for all.
+    """
+
+    layer: int
+    query_heads: int
+    kv_heads: int
+    head_size: int
+    scale: float
+    softcap: float
+    slopes: torch.Tensor | None
+    window: int | None
+
+
+def gpt_attention(*positional: Any, **arguments: Any) -> tuple[Tensor, Tensor | None]:
+    """The stand-in for functional.gpt_attention of any release; upstream calls it with keywords.
+
+    Returns:
+        (context [T, H * D], None): a paged cache is not an output.
+
+    Raises:
+        EmulatorError: an argument that the emulator does not provide, or several tokens a request without a tree.
+        KernelRefusal: the kernel profile refuses the shape in a generation step with a tree.
+    """
+    if positional:
+        raise_not_emulated("functional.gpt_attention with positional arguments")
+    step = find_running_network().step
+    setting = read_attention_setting(step, arguments)
+    rotary = read_rotary_setting(arguments)
+    T = arguments["qkv"].data.shape[0]
+    H, K, D = setting.query_heads, setting.kv_heads, setting.head_size
+    qkv = arguments["qkv"].data.view(T, H + 2 * K, D)
+    split = step.context_tokens
+    outputs = []
+    if step.context_lengths:
+        outputs.append(attend_context(step, setting, rotary, qkv[:split]))
+    if step.generation_lengths:
+        tree, offsets = read_tree(step, arguments, qkv.device)
+        if step.is_speculative:
+            refuse_by_kernel(step, setting, arguments)
+        outputs.append(attend_generation(step, setting, rotary, qkv[split:], tree, offsets))
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return Tensor(output.reshape(T, H * D)), None
+
+
+def read_attention_setting(step: AttentionStep, arguments: dict[str, Any]) -> AttentionSetting:
+    """The attention arguments of a call; refuses what is not emulated."""
+    for name in REFUSED_ARGUMENTS:
+        if arguments.get(name) is not None:
+            raise_not_emulated(f"functional.gpt_attention({name}=...)")
+    if arguments.get("do_cross_attention"):
+        raise_not_emulated("functional.gpt_attention(do_cross_attention=True)")
+    mask = arguments.get("mask_type")
+    if mask is not None and mask.name != "causal":
+        raise_not_emulated(f"functional.gpt_attention(mask_type={mask.name})")
+    if arguments.get("qkv_bias") is not None:
+        arguments["qkv"] = arguments["qkv"] + arguments["qkv_bias"]
+    slopes = arguments.get("alibi_slopes")
+    kind = arguments["position_embedding_type"].name
+    D = int(arguments["hidden_size_per_head"])
+    layer = int(arguments["layer_idx"])
+    return AttentionSetting(
+        layer=layer,
+        query_heads=int(arguments["num_heads"]),
+        kv_heads=int(arguments["num_kv_heads"]),
+        head_size=D,
+        scale=1.0 / (math.sqrt(D) * float(arguments["q_scaling"])),
+        softcap=float(arguments.get("qk_tanh_scale") or 0.0),
+        slopes=slopes.data.reshape(-1) if slopes is not None and kind.startswith("alibi") else None,
+        window=step.cache.window(layer),
+    )
+
+
+def read_tree(
+    step: AttentionStep, arguments: dict[str, Any], device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The tree of the generation requests as the model passed it on.
+
+    Returns:
+        (visibility bool [B, N, N], position offsets int64 [B, N]), or (None, None) for one token a request.
+
+    Raises:
+        EmulatorError: several tokens a request and no tree reached the attention layer.
+    """
+    packed = arguments.get("spec_decoding_packed_mask", arguments.get("medusa_packed_mask"))
+    offsets = arguments.get("spec_decoding_position_offsets", arguments.get("medusa_position_offsets"))
+    B, N = len(step.generation_lengths), max(step.generation_lengths)
+    if packed is None or offsets is None:
+        if N == 1:
+            return None, None
+        inner, outer = find_use_site()
+        raise EmulatorError(
+            "Only speculative decoding mode supports input length > 1 in the generation phase",
+            expected="packed mask and position offsets passed on to the attention layer",
+            found=f"{N} tokens a request and none of them",
+            where=f"{inner}, {outer}",
+            next_step="pass the speculative-decoding arguments through every level of the model",
+        )
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        words = packed.data
+        if words.dim() == 2:
+            if words.shape[0] != step.generation_tokens:
+                raise_tree_shape("packed mask", words, f"{step.generation_tokens} rows")
+            words = pad_requests(step, words, step.generation_lengths)
+        if words.shape[:2] != (B, N) or offsets.data.shape != (B, N):
+            raise_tree_shape("tree", offsets.data, f"position offsets [{B}, {N}]")
+        return unpack_tree_mask(words, N).to(device), offsets.data.to(device).long()
+
+    return step.remember(("tree", id(packed), id(offsets), device), (packed, offsets), make)
+
+
+def raise_tree_shape(what: str, found: torch.Tensor, expected: str) -> None:
+    """Raise EmulatorError for a tree input whose shape does not belong to the step."""
+    raise EmulatorError(
+        f"the {what} does not belong to this step's requests", expected=expected, found=tuple(found.shape)
+    )
+
+
+def refuse_by_kernel(step: AttentionStep, setting: AttentionSetting, arguments: dict[str, Any]) -> None:
+    """Stop where the profile's kernels stop: at a generation step with a tree."""
+    refuse = getattr(step.kernel, "refuse_layer", None)
+    if refuse is not None:
+        refuse(setting, arguments)
+
+
+def store_rows(
+    step: AttentionStep, layer: torch.Tensor, slots: Sequence[int], starts: Sequence[int], rows: torch.Tensor
+) -> None:
+    """Write keys and values into the cache.
+
+    Args:
+        layer: [B, 2, K, capacity, D].
+        slots: cache row of each request.
+        starts: first token position to write of each request.
+        rows: [requests, S, 2, K, D].
+    """
+    S = rows.shape[1]
+    first = slots[0]
+    rows = rows.permute(0, 2, 3, 1, 4)
+    if len(set(starts)) == 1 and list(slots) == list(range(first, first + len(slots))):
+        layer[first : first + len(slots), :, :, starts[0] : starts[0] + S] = rows
+        return
+    for index, (slot, start) in enumerate(zip(slots, starts, strict=True)):
+        layer[slot, :, :, start : start + S] = rows[index]
+
+
+def attend_context(step: AttentionStep, setting: AttentionSetting, rotary: Any, qkv: torch.Tensor) -> torch.Tensor:
+    """Causal attention of whole prompts. qkv [T, H + 2K, D] -> [T, H, D]."""
+    H, K = setting.query_heads, setting.kv_heads
+    lengths = step.context_lengths
+    if rotary is not None:
+        positions = step.remember(
+            ("context positions", qkv.device),
+            None,
+            lambda: torch.cat([torch.arange(n) for n in lengths]).to(qkv.device),
+        )
+        cos, sin = find_cos_sin(step, rotary, positions, max(lengths))
+        query_key = rotate(qkv[:, : H + K], cos, sin, rotary.kind)
+    else:
+        query_key = qkv[:, : H + K]
+    padded = pad_requests(step, query_key, lengths)
+    values = pad_requests(step, qkv[:, H + K :], lengths)
+    layer = step.cache.layer(setting.layer, K, setting.head_size, qkv.dtype)
+    store_rows(step, layer, step.context_slots, [0] * len(lengths), torch.stack((padded[:, :, H:], values), dim=2))
+    query, key, value = (part.transpose(1, 2) for part in (padded[:, :, :H], padded[:, :, H:], values))
+    output = attend_prompt(step, setting, query, key, value)
+    return pack_requests(step, output.transpose(1, 2), lengths)
+
+
+def attend_prompt(
+    step: AttentionStep, setting: AttentionSetting, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """Causal attention with padding at the end, [B, H, S, D] over [B, K, S, D]; blocks of rows where a bias is needed."""
+    S, device = query.shape[2], query.device
+    window = setting.window if setting.window is not None and setting.window < S else None
+    if setting.slopes is None and window is None and not setting.softcap:
+        return attend(query, key, value, setting, is_causal=True)
+    heads = setting.query_heads if setting.slopes is not None else 1
+    rows = max(1, min(S, BIAS_BLOCK_ELEMENTS // (heads * S)))
+    blocks = []
+    for first in range(0, S, rows):
+        last = min(first + rows, S)
+
+        def make(first: int = first, last: int = last) -> torch.Tensor:
+            allowed = build_context_mask(last, window, first, last - first, device)
+            if setting.slopes is None:
+                return allowed
+            distance = build_context_distance(last, first, last - first, device)
+            return build_bias(setting.slopes, distance, allowed, query.dtype)
+
+        key_of_mask = ("context mask", first, last, window, setting.slopes is None, find_slopes_key(setting))
+        mask = step.remember(key_of_mask, setting.slopes, make) if rows == S else make()
+        blocks.append(attend(query[:, :, first:last], key[:, :, :last], value[:, :, :last], setting, mask=mask))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def find_slopes_key(setting: AttentionSetting) -> Any:
+    """Equal for layers with equal slopes: every layer owns a copy of the same numbers."""
+    return None if setting.slopes is None else (setting.slopes.dtype, tuple(setting.slopes.tolist()))
+
+
+def build_bias(
+    slopes: torch.Tensor, distance: torch.Tensor, allowed: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """ALiBi bias slope * (key position - query position), -inf where a key is not seen.
+
+    Args:
+        slopes: [H].
+        distance: int64 [..., rows, keys].
+        allowed: bool, broadcastable to distance; None when every key is seen.
+        dtype: type of the attention; the bias is float32 or float64 (half types would round distances).
+
+    Returns:
+        [..., H, rows, keys].
+    """
+    working = torch.float64 if dtype is torch.float64 else torch.float32
+    bias = slopes.to(working).view(-1, 1, 1) * distance.unsqueeze(-3).to(working)
+    return bias if allowed is None else bias.masked_fill(~allowed.unsqueeze(-3), -math.inf)
+
+
+def attend_generation(
+    step: AttentionStep,
+    setting: AttentionSetting,
+    rotary: Any,
+    qkv: torch.Tensor,
+    tree: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of the nodes of each request over its cache and its visible nodes. qkv [T, H + 2K, D] -> [T, H, D]."""
+    H, K = setting.query_heads, setting.kv_heads
+    lengths, pasts, device = step.generation_lengths, step.pasts, qkv.device
+    N, end = max(lengths), max(pasts) + max(lengths)
+
+    def make_positions() -> torch.Tensor:
+        past = torch.tensor(pasts, device=device).unsqueeze(1)
+        return past + (offsets if offsets is not None else torch.arange(N, device=device))
+
+    positions = step.remember(("generation positions", id(offsets), device), offsets, make_positions)
+    if rotary is not None:
+        packed = step.remember(
+            ("packed positions", id(positions)), positions, lambda: pack_requests(step, positions, lengths)
+        )
+        cos, sin = find_cos_sin(step, rotary, packed, end)
+        query_key = rotate(qkv[:, : H + K], cos, sin, rotary.kind)
+    else:
+        query_key = qkv[:, : H + K]
+    padded = pad_requests(step, query_key, lengths)
+    values = pad_requests(step, qkv[:, H + K :], lengths)
+    layer = step.cache.layer(setting.layer, K, setting.head_size, qkv.dtype)
+    store_rows(step, layer, step.generation_slots, pasts, torch.stack((padded[:, :, H:], values), dim=2))
+    slots = list(step.generation_slots)
+    is_run = slots == list(range(slots[0], slots[0] + len(slots)))
+    cached = layer[slots[0] : slots[0] + len(slots)] if is_run else layer[slots]
+    mask = find_generation_bias(step, setting, tree, positions, end, qkv.dtype)
+    output = attend(padded[:, :, :H].transpose(1, 2), cached[:, 0, :, :end], cached[:, 1, :, :end], setting, mask=mask)
+    return pack_requests(step, output.transpose(1, 2), lengths)
+
+
+def find_generation_bias(
+    step: AttentionStep,
+    setting: AttentionSetting,
+    tree: torch.Tensor | None,
+    positions: torch.Tensor,
+    end: int,
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """Mask (bool [B, 1, N, end]) or ALiBi bias (float [B, H, N, end]) of the generation requests; None for neither."""
+    is_ignored = step.is_speculative and not getattr(step.kernel, "alibi_in_generation", True)
+    slopes = None if is_ignored else setting.slopes
+
+    def make() -> torch.Tensor | None:
+        device = positions.device
+        past = torch.tensor(step.pasts, device=device).unsqueeze(1)
+        columns = torch.arange(end, device=device).unsqueeze(0)
+        # A draft row's position is its depth in the tree, not its row.
+        offset = (columns - past).clamp(0, positions.shape[1] - 1)
+        key_positions = torch.where(columns < past, columns, positions.gather(1, offset))
+        allowed = build_generation_mask(step, tree, key_positions, positions, setting.window)
+        if slopes is None:
+            return None if allowed is None else allowed.unsqueeze(1)
+        return build_bias(slopes, key_positions.unsqueeze(1) - positions.unsqueeze(2), allowed, dtype)
+
+    key = (
+        "generation mask",
+        id(tree),
+        id(positions),
+        setting.window,
+        None if slopes is None else find_slopes_key(setting),
+    )
+    return step.remember(key, (tree, positions), make)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    setting: AttentionSetting,
+    *,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """softmax(scale * q.k + bias) v, [B, H, S, D] over [B, K, keys, D] -> [B, H, S, D] in the type of the query."""
+    H, K = query.shape[1], key.shape[1]
+    step = find_running_network().step
+    is_ignored = step.is_speculative and not getattr(step.kernel, "softcap_in_generation", True) and not is_causal
+    if setting.softcap and not is_ignored:
+        return attend_with_softcap(query, key, value, setting, mask)
+    dtype = query.dtype
+    if mask is not None and mask.dtype is not torch.bool and mask.dtype is not dtype:
+        query, key, value = query.to(mask.dtype), key.to(mask.dtype), value.to(mask.dtype)
+    if H != K:
+        key, value = repeat_heads(key, H // K), repeat_heads(value, H // K)
+    output = torch_functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=is_causal, scale=setting.scale
+    )
+    return output.to(dtype)
+
+
+def repeat_heads(tensor: torch.Tensor, times: int) -> torch.Tensor:
+    """[B, K, S, D] with each head repeated for its group of query heads, [B, K * times, S, D]; a view where possible."""
+    B, K, S, D = tensor.shape
+    return tensor.unsqueeze(2).expand(B, K, times, S, D).reshape(B, K * times, S, D)
+
+
+def attend_with_softcap(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, setting: AttentionSetting, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention whose logits pass through softcap * tanh(logits / softcap) before the bias, in float32 or float64."""
+    working = torch.float64 if query.dtype is torch.float64 else torch.float32
+    times = query.shape[1] // key.shape[1]
+    logits = query.to(working) @ repeat_heads(key, times).to(working).transpose(-1, -2) * setting.scale
+    logits = setting.softcap * torch.tanh(logits / setting.softcap)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else logits + mask
+    return (logits.softmax(-1) @ repeat_heads(value, times).to(working)).to(query.dtype)

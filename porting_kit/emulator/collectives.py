@@ -1,0 +1,105 @@
+"""Tensor and pipeline parallel communication through torch.distributed (gloo on CPU, NCCL on GPUs).
+
+A group of one rank needs no communication. A larger group needs the processes that torchrun starts: every rank runs
+its own emulator on its own shard, and what the ranks exchange is what the engine's collectives would exchange.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from porting_kit.emulator.tensor_type import Tensor
+from porting_kit.errors import EmulatorError
+
+_GROUPS: dict[tuple[int, ...], Any] = {}
+
+
+def connect_ranks(world_size: int, device: torch.device) -> None:
+    """Join the process group that a sharded checkpoint needs; nothing to do for one rank.
+
+    Raises:
+        EmulatorError: the checkpoint has several ranks and this process was not started as one of as many.
+    """
+    if world_size == 1:
+        return
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) != world_size:
+            raise EmulatorError(
+                "a sharded checkpoint needs one process for each of its ranks",
+                expected=f"{world_size} processes",
+                found=f"{os.environ.get('WORLD_SIZE', '1')} (environment variable WORLD_SIZE)",
+                next_step=f"start the command with torchrun --nproc-per-node {world_size}",
+            )
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if dist.get_world_size() != world_size:
+        raise EmulatorError(
+            "the process group does not have the checkpoint's size",
+            expected=f"{world_size} processes",
+            found=dist.get_world_size(),
+            next_step=f"start the command with torchrun --nproc-per-node {world_size}",
+        )
+
+
+def find_group(ranks: Sequence[int]) -> Any:
+    """The process group of these ranks, made once (only its members need to ask for it)."""
+    key = tuple(int(rank) for rank in ranks)
+    if key not in _GROUPS:
+        is_world = key == tuple(range(dist.get_world_size()))
+        _GROUPS[key] = dist.group.WORLD if is_world else dist.new_group(key, use_local_synchronization=True)
+    return _GROUPS[key]
+
+
+def allreduce(
+    tensor: Tensor,
+    group: Sequence[int],
+    strategy: Any = None,
+    config: Any = None,
+    reduce_fusion_params: Any = None,
+    **unused: Any,
+) -> Tensor:
+    """Sum over the ranks of a group. Fused residual and norm are never asked for (plugin_config.reduce_fusion is off)."""
+    if len(group) == 1:
+        return tensor
+    data = tensor.data.contiguous().clone()
+    dist.all_reduce(data, group=find_group(group))
+    return Tensor(data)
+
+
+def allgather(tensor: Tensor, group: Sequence[int], gather_dim: int = 0) -> Tensor:
+    """Concatenate the ranks' tensors along `gather_dim`."""
+    if len(group) == 1:
+        return tensor
+    data = tensor.data.contiguous()
+    parts = [torch.empty_like(data) for _ in group]
+    dist.all_gather(parts, data, group=find_group(group))
+    return Tensor(torch.cat(parts, gather_dim))
+
+
+def send(tensor: Tensor, tgt: int) -> Tensor:
+    """Pass hidden states to the next pipeline rank."""
+    dist.send(tensor.data.contiguous(), int(tgt))
+    return tensor
+
+
+def recv(tensor: Tensor, src: int) -> Tensor:
+    """Receive hidden states from the previous pipeline rank; `tensor` gives shape and type."""
+    data = torch.empty_like(tensor.data)
+    dist.recv(data, int(src))
+    return Tensor(data)
+
+
+def broadcast_output(
+    tensor: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor, ranks: Sequence[int]
+) -> Any:
+    """Give the last pipeline rank's output to all ranks of the pipeline."""
+    data = torch.empty(tuple(shape), dtype=like.dtype, device=like.device) if tensor is None else tensor.contiguous()
+    dist.broadcast(data, int(ranks[-1]), group=find_group(ranks))
+    return data
+
+
+COLLECTIVES = {function.__name__: function for function in (allreduce, allgather, send, recv)}

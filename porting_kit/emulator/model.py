@@ -1,0 +1,396 @@
+"""A model of a source tree, ready to run: prefill, decode a tree, keep what was accepted, record its modules."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from porting_kit.emulator.attention_step import AttentionStep
+from porting_kit.emulator.cache import KVCache
+from porting_kit.emulator.collectives import broadcast_output
+from porting_kit.emulator.namespace import Namespace
+from porting_kit.emulator.tensor_type import Tensor
+from porting_kit.errors import EmulatorError
+
+
+@dataclass
+class ModelOutput:
+    """What a call returns.
+
+    Args:
+        logits: prefill [B, Vp] (or a list of [S_b, Vp] with all_logits), decode [B, N, Vp]; mixed: see there.
+        medusa_logits: prefill [M, B, Vp], decode [M, B, N, Vp]; None without Medusa heads.
+        hidden_states: what the language-model head saw, [rows, E] in the packed order of the logits' rows.
+    """
+
+    logits: Any
+    medusa_logits: torch.Tensor | None
+    hidden_states: torch.Tensor | None
+
+
+class EmulatedModel:
+    """A model built from a tree's own classes; made by Emulator.build_model and Emulator.load_checkpoint.
+
+    Attributes:
+        config: the checkpoint's config.json.
+        vocab_size_padded: Vp.
+        num_medusa_heads: M, 0 without heads.
+        dtype, device: of weights and activations.
+        module: the tree's own model object.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        module: Any,
+        config: dict[str, Any],
+        *,
+        kernel: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._namespace = namespace
+        self.module = module
+        self.config = config
+        self.kernel = kernel
+        self.dtype = dtype
+        self.device = device
+        self.mapping = module.config.mapping
+        self.num_medusa_heads = int(config.get("num_medusa_heads") or 0) if hasattr(module, "medusa_heads") else 0
+        tp_size = self.mapping.tp_size
+        self.vocab_size_padded = -(-int(config["vocab_size"]) // tp_size) * tp_size
+        self.num_local_layers = int(config["num_hidden_layers"]) // self.mapping.pp_size
+        self._inputs = ModelInputs(namespace, self.num_local_layers)
+
+    def new_cache(
+        self, batch_size: int, capacity_tokens: int, *, attention_window: int | Sequence[int] | None = None
+    ) -> KVCache:
+        """An empty cache for B requests.
+
+        Args:
+            batch_size: B.
+            capacity_tokens: tokens a request may hold, draft rows included.
+            attention_window: TensorRT-LLM's max_attention_window_size: tokens a query sees, itself included; one
+                number, or one per layer (repeated when there are fewer).
+        """
+        return KVCache(batch_size, capacity_tokens, device=self.device, attention_window=attention_window)
+
+    def prefill(self, prompts: Sequence[torch.Tensor], cache: KVCache, *, all_logits: bool = False) -> ModelOutput:
+        """Context phase: fill cache rows 0 .. len(prompts) - 1 from the start.
+
+        Args:
+            prompts: int64 [S_b] each.
+            cache: its first rows are overwritten.
+            all_logits: logits of every prompt token, a list of [S_b, Vp], instead of the last one's.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        slots = list(range(len(prompts)))
+        cache.check_room(slots, lengths)
+        step = AttentionStep(cache=cache, context_lengths=lengths, context_slots=slots, kernel=self.kernel)
+        rows = torch.arange(1, sum(lengths) + 1) if all_logits else torch.tensor(lengths).cumsum(0)
+        output = self._run(step, torch.cat([torch.as_tensor(prompt) for prompt in prompts]), rows)
+        begin_requests(cache, slots, lengths)
+        if all_logits:
+            output.logits = list(output.logits.split(lengths))
+        return output
+
+    def decode(
+        self,
+        tokens: torch.Tensor | Sequence[torch.Tensor],
+        cache: KVCache,
+        *,
+        position_offsets: torch.Tensor | None = None,
+        packed_mask: torch.Tensor | None = None,
+    ) -> ModelOutput:
+        """Generation phase for every cache row: write rows past .. past + N - 1, return logits of each node.
+
+        Args:
+            tokens: int64 [B, N], or B tensors of unequal lengths (logits then come packed, [sum of lengths, Vp]).
+            cache: lengths stay as they are until cache.keep.
+            position_offsets: int [N] or [B, N], depth of each node; None for ordinary generation (N = 1).
+            packed_mask: int32 [N, W] or [B, N, W]; None for ordinary generation.
+        """
+        rows = [torch.as_tensor(row) for row in tokens]
+        lengths = [len(row) for row in rows]
+        step = self._generation_step(cache, lengths, list(range(len(rows))), position_offsets, packed_mask)
+        spec = self._inputs.build_tree(position_offsets, packed_mask, lengths, self.device)
+        output = self._run(step, torch.cat(rows), torch.arange(1, sum(lengths) + 1), spec, position_offsets)
+        cache.pending_rows = max(lengths)
+        if len(set(lengths)) == 1:
+            B, N = len(lengths), lengths[0]
+            output.logits = output.logits.view(B, N, -1)
+            if output.medusa_logits is not None:
+                output.medusa_logits = output.medusa_logits.view(output.medusa_logits.shape[0], B, N, -1)
+        return output
+
+    def mixed(
+        self,
+        prompts: Sequence[torch.Tensor],
+        tokens: torch.Tensor,
+        cache: KVCache,
+        *,
+        position_offsets: torch.Tensor | None = None,
+        packed_mask: torch.Tensor | None = None,
+    ) -> tuple[ModelOutput, ModelOutput]:
+        """Context and generation requests in one call, packed as the runtime packs them: prompts first.
+
+        Cache rows 0 .. G - 1 generate, where tokens is [G, N]; the prompts fill the rows behind them.
+
+        Returns:
+            (output of the prompts as prefill gives it, output of the generation requests as decode gives it).
+        """
+        rows = [torch.as_tensor(row) for row in tokens]
+        G, N, C = len(rows), len(rows[0]), len(prompts)
+        lengths = [len(prompt) for prompt in prompts]
+        slots = list(range(G, G + C))
+        cache.check_room(slots, lengths)
+        step = self._generation_step(cache, [N] * G, list(range(G)), position_offsets, packed_mask)
+        step.context_lengths, step.context_slots = lengths, slots
+        spec = self._inputs.build_tree(position_offsets, packed_mask, [N] * G, self.device)
+        last = torch.tensor(lengths).cumsum(0)
+        nodes = sum(lengths) + torch.arange(1, G * N + 1)
+        ids = torch.cat([*(torch.as_tensor(prompt) for prompt in prompts), *rows])
+        both = self._run(step, ids, torch.cat((last, nodes)), spec, position_offsets)
+        begin_requests(cache, slots, lengths)
+        cache.pending_rows = N
+        medusa = both.medusa_logits
+        return (
+            ModelOutput(both.logits[:C], None if medusa is None else medusa[:, :C], both.hidden_states[:C]),
+            ModelOutput(
+                both.logits[C:].view(G, N, -1),
+                None if medusa is None else medusa[:, C:].reshape(medusa.shape[0], G, N, -1),
+                both.hidden_states[C:],
+            ),
+        )
+
+    @contextlib.contextmanager
+    def record(self, names: str = "*") -> Iterator[dict[str, list[torch.Tensor]]]:
+        """Record outputs of sub-modules while the context is open.
+
+        Args:
+            names: glob over dotted module names ("transformer.layers.*.attention"); "*" for all. An attention
+                layer's qkv and dense, its mlp and its norms are modules of their own.
+
+        Yields:
+            name -> one tensor per call, packed [T, ...] (the first output of a module with several).
+        """
+        records: dict[str, list[torch.Tensor]] = {}
+        watched = [(name, module) for name, module in self.module.named_modules() if name]
+        chosen = [(name, module) for name, module in watched if fnmatch.fnmatch(name, names)]
+        if not chosen:
+            raise EmulatorError(
+                "no module of the model has a recorded name",
+                expected=f"a glob that matches one of {len(watched)} modules",
+                found=names,
+                items=[name for name, _ in watched],
+            )
+        for name, module in chosen:
+            module.__dict__["forward"] = _recorder(records, name, module.forward)
+        try:
+            yield records
+        finally:
+            for _, module in chosen:
+                module.__dict__.pop("forward", None)
+
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        """Name -> the tensor in use (not a copy): change it in place to change the model."""
+        return {name: parameter.value.data for name, parameter in self.module.named_parameters()}
+
+    def _generation_step(
+        self, cache: KVCache, lengths: list[int], slots: list[int], position_offsets: Any, packed_mask: Any
+    ) -> AttentionStep:
+        if (position_offsets is None) != (packed_mask is None):
+            raise EmulatorError(
+                "a tree needs both its mask and its position offsets",
+                expected="packed_mask and position_offsets, or neither",
+                found="one of them",
+            )
+        pasts = cache.lengths[: len(slots)].tolist()
+        cache.check_room(slots, [past + length for past, length in zip(pasts, lengths, strict=True)])
+        return AttentionStep(
+            cache=cache,
+            generation_lengths=lengths,
+            generation_slots=slots,
+            pasts=pasts,
+            kernel=self.kernel,
+            is_speculative=packed_mask is not None,
+        )
+
+    def _run(
+        self,
+        step: AttentionStep,
+        ids: torch.Tensor,
+        last_token_ids: torch.Tensor,
+        spec: dict[str, Any] | None = None,
+        position_offsets: Any = None,
+    ) -> ModelOutput:
+        """One forward of the tree's model over packed tokens."""
+        network = self._namespace.network
+        network.device = self.device
+        positions = find_position_ids(step, position_offsets)
+        kwargs = self._inputs.build(step, ids, positions, last_token_ids, self.device)
+        kwargs.update(spec or {})
+        if not self.mapping.is_first_pp_rank():
+            shape = (len(ids), int(self.config["hidden_size"]))
+            kwargs["hidden_states"] = Tensor(torch.empty(shape, dtype=self.dtype, device=self.device))
+        with torch.no_grad(), network.run(step):
+            self.module.forward(**kwargs)
+            outputs, hidden = network.outputs, network.last_hidden
+        logits, medusa = outputs.get("logits"), outputs.get("medusa_logits")
+        if self.mapping.pp_size > 1:
+            logits, medusa = self._share_outputs(logits, medusa, len(last_token_ids))
+        return ModelOutput(logits, medusa, hidden)
+
+    def _share_outputs(self, logits: Any, medusa: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ranks, like = self.mapping.pp_group, torch.empty(0, dtype=self.logits_dtype, device=self.device)
+        logits = broadcast_output(logits, (rows, self.vocab_size_padded), like, ranks)
+        if self.num_medusa_heads:
+            shape = (self.num_medusa_heads, rows, self.vocab_size_padded)
+            medusa = broadcast_output(medusa, shape, like, ranks)
+        return logits, medusa
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Type of the logits: the config's, float64 when the model runs in it."""
+        if self.dtype is torch.float64:
+            return torch.float64
+        return getattr(torch, str(self.config.get("logits_dtype", "float32")))
+
+
+def begin_requests(cache: KVCache, slots: Sequence[int], lengths: Sequence[int]) -> None:
+    """Note that prompts of these lengths were written into these cache rows."""
+    for slot, length in zip(slots, lengths, strict=True):
+        cache.lengths[slot] = cache.context_lengths[slot] = length
+        cache.iterations[slot] = 0
+
+
+def find_position_ids(step: AttentionStep, position_offsets: Any) -> torch.Tensor:
+    """The engine input position_ids, int64 [T].
+
+    Exact: past length + depth for every node. A runtime of TensorRT-LLM feeds one id per request in the generation
+    phase, prompt length + iterations, whatever the tree (generation.py 0.11.0.dev2024062500 _prepare_context_inputs
+    and its counterpart for generation; speculativeDecodingMode.h updatesPositionIds excludes Medusa).
+    """
+    parts = [torch.arange(length) for length in step.context_lengths]
+    is_single = step.is_speculative and getattr(step.kernel, "one_position_id_per_request", False)
+    for index, (length, past) in enumerate(zip(step.generation_lengths, step.pasts, strict=True)):
+        slot = step.generation_slots[index]
+        if is_single:
+            parts.append((step.cache.context_lengths[slot] + step.cache.iterations[slot]).reshape(1))
+        elif position_offsets is None:
+            parts.append(torch.arange(past, past + length))
+        else:
+            offsets = torch.as_tensor(position_offsets)
+            row = offsets if offsets.dim() == 1 else offsets[index]
+            parts.append(past + row[:length].to(torch.int64).cpu())
+    return torch.cat(parts)
+
+
+class ModelInputs:
+    """Builds the keyword arguments of a release's forward, by the signatures that the release has."""
+
+    def __init__(self, namespace: Namespace, num_layers: int) -> None:
+        layers = namespace.import_module("tensorrt_llm.layers.attention")
+        utils = namespace.import_module("tensorrt_llm.models.modeling_utils")
+        self._attention_params = layers.AttentionParams
+        self._cache_params = layers.KeyValueCacheParams
+        self._spec_class = getattr(layers, "SpecDecodingParams", None)
+        self._forward = inspect.signature(utils.DecoderModelForCausalLM.forward).parameters
+        self._num_layers = num_layers
+        # Engine inputs that describe memory layouts; gpt_attention reads lengths from the step instead.
+        self._placeholder = Tensor(torch.zeros(1, dtype=torch.int32))
+
+    def build(
+        self,
+        step: AttentionStep,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        last_token_ids: torch.Tensor,
+        device: torch.device,
+    ) -> dict[str, Any]:
+        """Arguments of the model's forward for one step."""
+        contexts, pasts = list(step.context_lengths), list(step.pasts)
+        ends = contexts + [past + n for past, n in zip(pasts, step.generation_lengths, strict=True)]
+        # sequence_length counts this step's tokens in the context phase and the past in the generation phase with
+        # a tree; models use it only to choose between tables.
+        lengths = Tensor(torch.tensor(ends, dtype=torch.int32))
+        prompts = [*contexts, *(int(step.cache.context_lengths[slot]) for slot in step.generation_slots)]
+        context_lengths = Tensor(torch.tensor(prompts, dtype=torch.int32))
+        kinds = Tensor(torch.tensor([0] * len(contexts) + [1] * len(pasts), dtype=torch.int32))
+        attention = {
+            "sequence_length": lengths,
+            "context_lengths": context_lengths,
+            "host_context_lengths": context_lengths,
+            "max_context_length": max(prompts),
+            "host_request_types": kinds,
+            "host_runtime_perf_knobs": self._placeholder,
+            "host_context_progress": self._placeholder,
+        }
+        cache = {
+            "past_key_value": [None] * self._num_layers,
+            "host_past_key_value_lengths": Tensor(torch.tensor([0] * len(contexts) + pasts, dtype=torch.int32)),
+            "host_max_attention_window_sizes": self._placeholder,
+            "host_sink_token_length": self._placeholder,
+            "cache_indirection": self._placeholder,
+            "host_kv_cache_pool_pointers": self._placeholder,
+            "host_kv_cache_pool_mapping": self._placeholder,
+        }
+        return {
+            "input_ids": Tensor(ids.to(device)),
+            "position_ids": Tensor(positions.to(device)),
+            "use_cache": True,
+            "last_token_ids": Tensor(last_token_ids.to(device)),
+            "attention_mask": None,
+            "kv_cache_params": _call_with_known(self._cache_params, cache),
+            "attention_params": _call_with_known(self._attention_params, attention),
+        }
+
+    def build_tree(
+        self, position_offsets: Any, packed_mask: Any, lengths: Sequence[int], device: torch.device
+    ) -> dict[str, Any] | None:
+        """The era's speculative-decoding arguments; None for ordinary generation."""
+        if packed_mask is None:
+            return None
+        B, N = len(lengths), max(lengths)
+        offsets = torch.as_tensor(position_offsets).to(device, torch.int32)
+        offsets = offsets.expand(B, N).contiguous() if offsets.dim() == 1 else offsets
+        words = torch.as_tensor(packed_mask).to(device, torch.int32)
+        words = words.expand(B, N, -1) if words.dim() == 2 and words.shape[0] == N else words
+        names = [name for name in self._forward if name.startswith(("medusa_", "spec_decoding_"))]
+        if "spec_decoding_params" not in names:
+            values = {"packed_mask": Tensor(words), "position_offsets": Tensor(offsets)}
+            return {name: values[name.split("_", 1)[1].removeprefix("decoding_")] for name in names}
+        # From 0.11 on the mask has one row per generated token (generation_mixin.py, 0.11.0.dev2024062500).
+        packed = torch.cat([words[index, :length] for index, length in enumerate(lengths)])
+        fields = {
+            "spec_decoding_is_generation_length_variable": len(set(lengths)) > 1,
+            "spec_decoding_max_generation_length": N,
+            "spec_decoding_generation_lengths": Tensor(torch.tensor(lengths, dtype=torch.int32)),
+            "spec_decoding_position_offsets": Tensor(offsets),
+            "spec_decoding_packed_mask": Tensor(packed),
+            "spec_decoding_use": Tensor(torch.ones(1, dtype=torch.int32)),
+        }
+        return {"spec_decoding_params": _call_with_known(self._spec_class, fields)}
+
+
+def _call_with_known(function: Any, values: dict[str, Any]) -> Any:
+    """Call with those of the values that the function's signature knows."""
+    known = inspect.signature(function).parameters
+    return function(**{name: value for name, value in values.items() if name in known})
+
+
+def _recorder(records: dict[str, list[torch.Tensor]], name: str, forward: Any) -> Any:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        if isinstance(first, Tensor):
+            records.setdefault(name, []).append(first.data)
+        return output
+
+    return recorded
