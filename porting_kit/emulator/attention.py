@@ -226,7 +226,7 @@ def attend_context(step: AttentionStep, setting: AttentionSetting, rotary: Any, 
 def attend_prompt(
     step: AttentionStep, setting: AttentionSetting, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """Causal attention with padding at the end, [B, H, S, D] over [B, K, S, D]; blocks of rows where a bias is needed."""
+    """Causal attention, padding at the end, [B, H, S, D] over [B, K, S, D]; in blocks of rows for a bias."""
     S, device = query.shape[2], query.device
     window = setting.window if setting.window is not None and setting.window < S else None
     if setting.slopes is None and window is None and not setting.softcap:
@@ -373,7 +373,7 @@ def attend(
 
 
 def repeat_heads(tensor: torch.Tensor, times: int) -> torch.Tensor:
-    """[B, K, S, D] with each head repeated for its group of query heads, [B, K * times, S, D]; a view where possible."""
+    """[B, K, S, D] with each head repeated for its group of query heads, [B, K * times, S, D]."""
     B, K, S, D = tensor.shape
     return tensor.unsqueeze(2).expand(B, K, times, S, D).reshape(B, K * times, S, D)
 

@@ -62,7 +62,7 @@ def allreduce(
     reduce_fusion_params: Any = None,
     **unused: Any,
 ) -> Tensor:
-    """Sum over the ranks of a group. Fused residual and norm are never asked for (plugin_config.reduce_fusion is off)."""
+    """Sum over the ranks of a group; fused residual and norm are never asked for (reduce_fusion is off)."""
     if len(group) == 1:
         return tensor
     data = tensor.data.contiguous().clone()

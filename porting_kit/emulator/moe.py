@@ -1,4 +1,4 @@
-"""The mixture-of-experts plugin: router logits choose experts, their gated MLPs are summed with the router's weights."""
+"""The mixture-of-experts plugin: router logits choose experts, whose MLPs are summed with the router's weights."""
 
 from __future__ import annotations
 

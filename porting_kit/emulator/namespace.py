@@ -272,7 +272,10 @@ class LazyTable(dict):
         return value
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
     def items(self) -> Any:
         return [(key, self[key]) for key in self]

@@ -188,7 +188,7 @@ def resolve_torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def cast(tensor: Tensor, dtype: Any) -> Tensor:
-    """functional.cast; a float64 tensor stays float64 when float32 is asked for (module docstring of tensorrt_types)."""
+    """functional.cast; a float64 tensor stays float64 when float32 is asked for (see tensorrt_types)."""
     target = resolve_torch_dtype(dtype)
     source = tensor.data.dtype
     if source is target or (source is torch.float64 and target is torch.float32):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from porting_kit.emulator.attention_step import AttentionStep
@@ -46,18 +44,6 @@ def build_context_distance(length: int, first_row: int, rows: int, device: torch
     """Key position minus query position, int64 [rows, length]."""
     positions = torch.arange(length, device=device)
     return positions.unsqueeze(0) - positions[first_row : first_row + rows].unsqueeze(1)
-
-
-def read_generation_tensor(value: torch.Tensor, lengths: Sequence[int], what: str) -> torch.Tensor:
-    """Per-node values as [B, N, ...], from [B, N, ...] or from packed rows [sum of lengths, ...] or [N, ...]."""
-    batch, longest = len(lengths), max(lengths)
-    if value.shape[0] == batch and value.dim() >= 2 and value.shape[1] == longest and what != "mask2d":
-        return value
-    raise EmulatorError(
-        f"the {what} does not fit the generation requests of this step",
-        expected=f"{batch} requests of up to {longest} nodes",
-        found=tuple(value.shape),
-    )
 
 
 def build_generation_mask(
