@@ -1,0 +1,2 @@
+def render_report(run, outcomes, combined):
+    return str(combined) + str(outcomes)
