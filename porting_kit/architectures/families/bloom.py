@@ -1,0 +1,60 @@
+"""BLOOM: ALiBi, LayerNorms with biases, one norm after the embedding, queries, keys and values stored head by head.
+
+Sources: tensorrt_llm/models/bloom/model.py and examples/bloom/convert_checkpoint.py, 0.9.0.dev2024022700 to
+0.13.0.dev2024090300.
+"""
+
+from porting_kit.architectures.family import ALIBI_SLOPES_CAST, NORM_EPS_FIXED, Family, Requirement
+from porting_kit.architectures.fields import constant
+from porting_kit.architectures.operations import Ungroup
+from porting_kit.architectures.rules import COLUMN, QKV, ROW, embedding, linear, norm, output_matrix, transform
+
+SOURCE, TARGET = "transformer.h.{i}", "transformer.layers.{i}"
+HEAD_BY_HEAD = Ungroup("H", ("1", "1", "1"))
+
+FAMILY = Family(
+    name="bloom",
+    model_types=("bloom",),
+    architectures={"BloomForCausalLM": "BloomForCausalLM"},
+    model_folder="bloom",
+    rules=(
+        embedding("transformer.word_embeddings.weight"),
+        *norm("transformer.word_embeddings_layernorm", "transformer.ln_embed", bias=True, pipeline="first"),
+        transform(
+            f"{SOURCE}.self_attention.query_key_value.weight [3*H*D,E]",
+            f"{TARGET}.attention.qkv.weight",
+            HEAD_BY_HEAD,
+            shard=QKV,
+        ),
+        transform(
+            f"{SOURCE}.self_attention.query_key_value.bias [3*H*D]",
+            f"{TARGET}.attention.qkv.bias",
+            HEAD_BY_HEAD,
+            shard=QKV,
+        ),
+        *linear(f"{SOURCE}.self_attention.dense", f"{TARGET}.attention.dense", "E,H*D", shard=ROW, bias=True),
+        *linear(f"{SOURCE}.mlp.dense_h_to_4h", f"{TARGET}.mlp.fc", "I,E", shard=COLUMN, bias=True),
+        *linear(f"{SOURCE}.mlp.dense_4h_to_h", f"{TARGET}.mlp.proj", "E,I", shard=ROW, bias=True),
+        *norm(f"{SOURCE}.input_layernorm", f"{TARGET}.input_layernorm", bias=True),
+        *norm(f"{SOURCE}.post_attention_layernorm", f"{TARGET}.post_layernorm", bias=True),
+        *norm("transformer.ln_f", "transformer.ln_f", bias=True, pipeline="last"),
+        output_matrix("lm_head.weight", tied_from="transformer.word_embeddings.weight"),
+    ),
+    position="alibi",
+    norm="layer",
+    mlp="plain",
+    qkv="interleaved head by head",
+    defaults={"intermediate_size": "4*E", "tied": True, "activation": "gelu", "max_positions": 2048},
+    fields=(constant("hidden_act", "gelu", "the class uses gelu whatever the config says; BLOOM's is its tanh form"),),
+    requirements=(
+        Requirement(
+            "apply_residual_connection_post_layernorm",
+            (False,),
+            False,
+            "the class adds the residual from before the norm",
+            "tensorrt_llm/models/bloom/model.py 0.11.0.dev2024062500",
+        ),
+    ),
+    differences=(NORM_EPS_FIXED, ALIBI_SLOPES_CAST),
+    spellings={"max_positions": ("seq_length", "max_position_embeddings")},
+)

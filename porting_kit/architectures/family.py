@@ -1,0 +1,259 @@
+"""What a model family is, and how a Hugging Face config finds its own.
+
+A family is recognised by the class name in `architectures` first, by `model_type` second, and by the tensors when
+neither is known: fine-tunes often carry a `model_type` of their own, and a name alone has sent Qwen models down
+LLaMA's path before. This module does not read files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from porting_kit.architectures.fields import COMMON_FIELDS, Field
+from porting_kit.architectures.names import match_name
+from porting_kit.architectures.rules import Drop, Rule
+from porting_kit.errors import BaseModelError, suggest_nearest
+
+POSITION_KINDS = ("rope_gpt_neox", "rope_gptj", "long_rope", "alibi", "alibi_with_scale", "learned_absolute", "chatglm")
+
+
+@dataclass(frozen=True)
+class ByKey:
+    """A trait that a key of the Hugging Face config decides: ALiBi or rotary in Falcon."""
+
+    key: str
+    values: Mapping[object, str]
+    default: object
+
+    def resolve(self, raw: Mapping[str, object]) -> str:
+        """The trait's value; BaseModelError when the config holds a value that is not listed."""
+        found = raw.get(self.key, self.default)
+        if found not in self.values:
+            raise BaseModelError(
+                f"config key {self.key!r} has a value this family does not know",
+                expected=f"one of {sorted(self.values, key=str)}",
+                found=repr(found),
+            )
+        return self.values[found]
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A yes or no that decides which weight rules apply.
+
+    Args:
+        keys: spellings in the Hugging Face config, dotted for nested ones.
+        default: value when the config is silent and the tensors are not known.
+        evidence: name of a tensor whose presence means yes when the config is silent.
+        negated: the key says the opposite ("no_bias").
+    """
+
+    keys: tuple[str, ...] = ()
+    default: bool = False
+    evidence: str | None = None
+    negated: bool = False
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A key of the Hugging Face config that TensorRT-LLM's class cannot follow unless it has one of these values.
+
+    Args:
+        key: the key, dotted for nested ones; "@name" is the BaseConfig attribute, whatever its spelling.
+        allowed: values the class computes as the source does.
+        default: value when the key is absent.
+        effect: what would go wrong.
+        source: upstream file and release.
+    """
+
+    key: str
+    allowed: tuple[object, ...]
+    default: object
+    effect: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A requirement that a model does not meet."""
+
+    key: str
+    value: object
+    effect: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A place where TensorRT-LLM and Hugging Face compute different numbers from the same weights, by design.
+
+    Args:
+        name: short name, used in verdicts.
+        effect: what differs and by how much it was measured.
+        source: upstream file and release.
+        releases: which releases show it.
+        reference: config change that makes the Hugging Face reference compute what TensorRT-LLM computes, if one does.
+    """
+
+    name: str
+    effect: str
+    source: str
+    releases: str = "all"
+    reference: Mapping[str, object] = field(default_factory=dict)
+
+
+GELU_IS_TANH = Difference(
+    name="gelu is tanh",
+    effect="the activation named gelu is the tanh form (the erf form differs by 2e-4 of the largest logit)",
+    source="tensorrt_llm/functional.py 0.11.0.dev2024062500, gelu",
+    reference={"hidden_act": "gelu_pytorch_tanh"},
+)
+NORM_EPS_FIXED = Difference(
+    name="norm epsilon is 1e-5",
+    effect="the layers use 1e-5 whatever norm_epsilon says; nothing at 1e-5, up to 5e-2 of the largest logit at 5e-2",
+    source="tensorrt_llm/models/{bloom,gptneox,opt,phi,gptj,mpt,falcon}/model.py, 0.9 to 0.14",
+    reference={"norm_eps": 1e-5},
+)
+ALIBI_SLOPES_CAST = Difference(
+    name="ALiBi slopes in the hidden dtype",
+    effect="slopes are rounded to the model's dtype (bias error at distance 2048: 0.005 in fp16, 0.06 in bf16)",
+    source="tensorrt_llm/layers/attention.py 0.11.0.dev2024062500",
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family: names, weight rules, config fields, traits.
+
+    Args:
+        name: short name, also of the module.
+        model_types: `model_type` values.
+        architectures: class name in the Hugging Face config -> architecture name in TensorRT-LLM's MODEL_MAP.
+        model_folder: folder under tensorrt_llm/models.
+        rules: weight rules; together with `drops` they account for every tensor.
+        fields: rows beyond the common ones; a row with the same target replaces the common one.
+        position, norm, mlp, qkv: traits; `qkv` says how queries, keys and values lie in the source.
+        drops: source tensors the checkpoint does without.
+        switches: what decides `Rule.when`.
+        requirements: what the class cannot follow.
+        differences: inherent differences from Hugging Face.
+        spellings: config keys that replace the general ones for an attribute, in order of precedence.
+        defaults: values of attributes the config may leave out, as a value or a shape expression text.
+        derive: attributes this family computes from the raw config: returns {attribute: (value, how)}.
+        handled_keys: keys whose meaning the rules already carry, not to be reported as dropped.
+        pipeline: the class can be split over pipeline ranks.
+        first_release: first release whose MODEL_MAP holds it.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    architectures: Mapping[str, str]
+    model_folder: str
+    rules: tuple[Rule, ...]
+    position: str | ByKey
+    norm: str
+    mlp: str
+    qkv: str
+    fields: tuple[Field, ...] = ()
+    drops: tuple[Drop, ...] = ()
+    switches: Mapping[str, Switch] = field(default_factory=dict)
+    requirements: tuple[Requirement, ...] = ()
+    differences: tuple[Difference, ...] = ()
+    spellings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    derive: Callable[[Mapping[str, object]], dict[str, tuple[object, str]]] | None = None
+    handled_keys: tuple[str, ...] = ()
+    pipeline: bool = False
+    first_release: str = "0.8.0"
+
+    def __post_init__(self) -> None:
+        targets = [rule.target for rule in self.rules]
+        for target in targets:
+            same = [rule for rule in self.rules if rule.target == target]
+            if len(same) > 1 and len({rule.when for rule in same}) < len(same):
+                raise ValueError(f"family {self.name}: two rules write {target!r} under the same condition")
+        for rule in self.rules:
+            if rule.when is not None and rule.when.removeprefix("!") not in self.switches:
+                raise ValueError(f"family {self.name}: rule for {rule.target!r} asks for unknown switch {rule.when!r}")
+        kinds = self.position.values.values() if isinstance(self.position, ByKey) else (self.position,)
+        if unknown := [kind for kind in kinds if kind not in POSITION_KINDS]:
+            raise ValueError(f"family {self.name}: unknown position kinds {unknown}")
+        if self.norm not in ("rms", "layer") or self.mlp not in ("plain", "gated", "experts"):
+            raise ValueError(f"family {self.name}: norm {self.norm!r} or mlp {self.mlp!r} is not a known kind")
+
+    @property
+    def all_fields(self) -> tuple[Field, ...]:
+        """Common rows and the family's own; the family's replace common rows of the same target."""
+        own = {row.target for row in self.fields}
+        return tuple(row for row in COMMON_FIELDS if row.target not in own) + self.fields
+
+    def explains(self, names: Collection[str]) -> float:
+        """Share of these source tensor names that the rules and drops know, 0 to 1."""
+        patterns = {source.name for rule in self.rules for source in rule.sources} | {d.pattern for d in self.drops}
+        if not names:
+            return 0.0
+        return sum(any(match_name(pattern, name) is not None for pattern in patterns) for name in names) / len(names)
+
+
+@lru_cache(maxsize=1)
+def load_families() -> dict[str, Family]:
+    """Every family by name, from the modules in `families/`. Sources: each module cites its own."""
+    package = importlib.import_module("porting_kit.architectures.families")
+    found: dict[str, Family] = {}
+    for module_info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
+        module = importlib.import_module(f"{package.__name__}.{module_info.name}")
+        family = module.FAMILY
+        if family.name != module_info.name:
+            raise ValueError(f"module {module_info.name!r} holds the family {family.name!r}: the names must agree")
+        found[family.name] = family
+    return found
+
+
+def find_family(raw: Mapping[str, object], tensor_names: Collection[str] | None = None) -> Family:
+    """The family of a Hugging Face config.
+
+    Args:
+        raw: the config.json as a dict (text part, when the model has several).
+        tensor_names: names in the weight files; used when neither class name nor model_type is known, and to refuse a
+            name that the tensors contradict.
+
+    Raises:
+        BaseModelError: no family fits, or the config's names point to two families.
+    """
+    families = load_families()
+    classes = [str(name) for name in raw.get("architectures") or ()]
+    model_type = raw.get("model_type")
+    by_class = [f for f in families.values() if any(name in f.architectures for name in classes)]
+    by_type = [f for f in families.values() if model_type in f.model_types]
+    if len(by_class) == 1:
+        return by_class[0]
+    if len(by_class) > 1:
+        narrowed = [f for f in by_class if f in by_type]
+        if len(narrowed) == 1:
+            return narrowed[0]
+        raise BaseModelError(
+            "the config names classes of several families",
+            found=f"architectures {classes}",
+            items=[f.name for f in by_class],
+            next_step="leave one class in `architectures`",
+        )
+    if len(by_type) == 1:
+        return by_type[0]
+    if tensor_names:
+        scores = sorted(((f.explains(tensor_names), f.name) for f in families.values()), reverse=True)
+        complete = [name for score, name in scores if score == 1.0]
+        if len(complete) == 1:
+            return families[complete[0]]
+    known = sorted(name for f in families.values() for name in f.architectures)
+    near = suggest_nearest(classes[0] if classes else str(model_type), known)
+    raise BaseModelError(
+        "no known model family fits this config",
+        expected="a class name in `architectures` or a `model_type` of a known family",
+        found=f"architectures {classes or None}, model_type {model_type!r}",
+        items=sorted(families),
+        next_step=f"the nearest known class is {near}; " * bool(near) + "a new family is one module in families/",
+    )

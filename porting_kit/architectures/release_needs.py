@@ -1,0 +1,44 @@
+"""What a model needs of a TensorRT-LLM release before a checkpoint of it makes sense.
+
+Only what the checkpoint format itself must express: the family's class and the kind of rotary scaling. Kernels and
+build flags have their own facts. A release text that is not a version number (the bundled definitions) needs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from porting_kit.architectures.rope import ROPE_KINDS
+
+if TYPE_CHECKING:
+    from porting_kit.architectures.base_config import BaseConfig
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something a release before `since` does not have."""
+
+    what: str
+    since: str
+
+
+def find_unmet_needs(base: BaseConfig, release: str | None) -> tuple[Need, ...]:
+    """The needs of a base that a release does not meet; none when the release is None or no version number."""
+    if release is None or release_key(release) is None:
+        return ()
+    needs = [Need(f"{base.architecture} (its model class)", base.definition.first_release)]
+    if base.rope_scaling is not None:
+        kind = str(base.rope_scaling["type"])
+        needs.append(Need(f"rope scaling of kind {kind!r}", ROPE_KINDS[kind][1]))
+    return tuple(need for need in needs if release_key(release) < release_key(need.since))
+
+
+def release_key(release: str) -> tuple[int, int, int, int, int] | None:
+    """A sortable form of `0.11.0.dev2024062500` or `1.0.0rc2`; None for other texts. dev < rc < final."""
+    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(dev|rc)(\d+))?(?:\.post\d+)?", release)
+    if match is None:
+        return None
+    major, minor, patch, stage, number = match.groups()
+    return int(major), int(minor), int(patch or 0), {"dev": 0, "rc": 1, None: 2}[stage], int(number or 0)

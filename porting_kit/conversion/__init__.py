@@ -1,0 +1,22 @@
+"""From a Hugging Face base and Medusa heads to a TensorRT-LLM checkpoint, every tensor accounted for on both sides.
+
+Letters: E hidden, D head size, H query heads, K key/value heads, V vocabulary, Vp padded vocabulary, L layers, M Medusa
+heads, R residual layers per head.
+"""
+
+from porting_kit.conversion.convert import ConversionOutcome, checkpoint_tensors, convert_checkpoint
+from porting_kit.conversion.heads import HeadSet, read_head_set
+from porting_kit.conversion.plan import ConversionPlan, plan_conversion
+from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
+
+__all__ = [
+    "ConversionOutcome",
+    "ConversionPlan",
+    "HeadSet",
+    "TensorSource",
+    "checkpoint_tensors",
+    "convert_checkpoint",
+    "open_tensor_source",
+    "plan_conversion",
+    "read_head_set",
+]

@@ -1,0 +1,144 @@
+"""The checkpoint's config.json, and the table that says where each of its fields came from.
+
+Each row is kept (a key of the source, same meaning), derived (worked out), defaulted (the source is silent), or
+dropped (the source states something the checkpoint has no field for). Nothing is defaulted without a row that says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from porting_kit.architectures.base_config import lookup
+from porting_kit.architectures.fields import REQUIRED, Field
+from porting_kit.errors import BaseModelError
+
+if TYPE_CHECKING:
+    from porting_kit.architectures.base_config import BaseConfig
+    from porting_kit.conversion.heads import HeadSet
+
+DEFAULT_DRAFT_TOKENS = 63  # 64 tree nodes with the root: TensorRT-LLM's limit, medusa/config.py 0.13.0.dev2024090300
+ELSEWHERE = {
+    "sliding_window": "a run-time option: max_attention_window_size",
+    "layer_types": "layers do not differ in TensorRT-LLM's class",
+}
+
+
+@dataclass(frozen=True)
+class FieldRow:
+    """One row of the table.
+
+    Args:
+        target: key in the checkpoint's config.json, None when dropped.
+        value: the value written; for a dropped row the source's value.
+        source: key in the source's config, None when there is none.
+        kind: "kept", "derived", "defaulted" or "dropped".
+        note: how or why.
+    """
+
+    target: str | None
+    value: Any
+    source: str | None
+    kind: str
+    note: str = ""
+
+
+def build_config(
+    base: BaseConfig,
+    *,
+    dtype: str,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    heads: HeadSet | None = None,
+    max_draft_len: int | None = None,
+) -> tuple[dict[str, Any], tuple[FieldRow, ...]]:
+    """The config to write, and its table.
+
+    Args:
+        base: the base's settings, switches settled.
+        dtype: dtype of the checkpoint.
+        heads: adds the Medusa keys.
+        max_draft_len: draft tokens of the largest tree; 63 when None.
+
+    Raises:
+        BaseModelError: the source lacks a key that the runtime class needs.
+    """
+    rows = [_resolve(row, base) for row in base.definition.all_fields]
+    rows.append(_dtype_row(base, dtype))
+    rows += [
+        FieldRow("logits_dtype", "float32", None, "derived", "logits are always float32"),
+        FieldRow("use_parallel_embedding", False, None, "derived", "embeddings are whole on every rank"),
+        FieldRow("embedding_sharding_dim", 0, None, "derived", "not sharded"),
+        FieldRow("share_embedding_table", False, None, "derived", "the output matrix is written out"),
+        FieldRow("quantization", {"quant_algo": None, "kv_cache_quant_algo": None}, None, "derived", "not quantised"),
+        FieldRow(
+            "mapping",
+            {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size},
+            None,
+            "derived",
+            "as asked for",
+        ),
+    ]
+    if heads is not None:
+        rows += [
+            FieldRow("num_medusa_heads", heads.num_heads, None, "derived", "counted from the head tensors"),
+            FieldRow("num_medusa_layers", heads.num_layers, None, "derived", "counted from the head tensors"),
+            FieldRow(
+                "medusa_hidden_act", "silu", None, "derived", "heads are trained with SiLU, whatever the base has"
+            ),
+        ]
+        draft = DEFAULT_DRAFT_TOKENS if max_draft_len is None else max_draft_len
+        kind = "defaulted" if max_draft_len is None else "derived"
+        rows.append(FieldRow("max_draft_len", draft, None, kind, "draft tokens of the largest tree"))
+    rows += [FieldRow(None, base.raw[key], key, "dropped", _why_dropped(key)) for key in base.unread_keys]
+    rows += _unwritten_rows(base)
+    config = {row.target: row.value for row in rows if row.target is not None}
+    return config, tuple(rows)
+
+
+def _why_dropped(key: str) -> str:
+    return ELSEWHERE.get(key, "no field of the checkpoint, and not known to this family")
+
+
+def _resolve(row: Field, base: BaseConfig) -> FieldRow:
+    if row.kind == "constant":
+        return FieldRow(row.target, row.value, None, "derived", row.note)
+    if row.kind == "switch":
+        origin = base.origins.get(f"switch:{row.source}")
+        kind, source, note = (origin.kind, origin.key, origin.note) if origin else ("defaulted", None, "")
+        return FieldRow(row.target, base.switch(row.source), source, kind, row.note or note)
+    if row.kind == "key":
+        value = lookup(base.raw, row.source)
+        if value is None and row.default is REQUIRED:
+            raise BaseModelError(
+                f"the config lacks {row.source}", expected=f"the value that becomes {row.target}", where=base.where
+            )
+        kind = "defaulted" if value is None else "kept"
+        value = row.default if value is None else value
+        return _mapped(row, value, row.source if kind == "kept" else None, kind, row.note)
+    origin = base.origins.get(row.source)
+    kind, source, note = (origin.kind, origin.key, origin.note) if origin else ("derived", None, "")
+    return _mapped(row, getattr(base, row.source), source, kind, row.note or note)
+
+
+def _mapped(row: Field, value: Any, source: str | None, kind: str, note: str) -> FieldRow:
+    if row.mapping and isinstance(value, str) and value in row.mapping and row.mapping[value] != value:
+        return FieldRow(row.target, row.mapping[value], source, "derived", f"{value} by another name")
+    return FieldRow(row.target, dict(value) if hasattr(value, "items") else value, source, kind, note)
+
+
+def _dtype_row(base: BaseConfig, dtype: str) -> FieldRow:
+    if base.dtype == dtype:
+        return FieldRow("dtype", dtype, base.origins["dtype"].key, "kept")
+    return FieldRow("dtype", dtype, base.origins["dtype"].key, "derived", f"as asked for; the source is {base.dtype}")
+
+
+def _unwritten_rows(base: BaseConfig) -> list[FieldRow]:
+    """Attributes that were read, mean something at run time, and have no field."""
+    written = {row.source for row in base.definition.all_fields if row.kind == "attribute"}
+    rows = []
+    for name, value in (("sliding_window", base.sliding_window), ("final_softcap", base.final_softcap)):
+        origin = base.origins.get(name)
+        if value is not None and name not in written and origin is not None and origin.key is not None:
+            rows.append(FieldRow(None, value, origin.key, "dropped", _why_dropped(name)))
+    return rows

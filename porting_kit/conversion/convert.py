@@ -1,0 +1,322 @@
+"""The conversion as a pipeline: read settings, plan, write each tensor in one pass, prove it by the way back.
+
+`convert_checkpoint` writes a folder, `checkpoint_tensors` keeps everything in memory. Both return where each tensor
+and each config field came from.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from porting_kit.architectures.base_config import BaseConfig, read_base_config
+from porting_kit.conversion.checkpoint import RankFile, write_config
+from porting_kit.conversion.config_fields import FieldRow, build_config
+from porting_kit.conversion.heads import HeadSet, read_head_set
+from porting_kit.conversion.plan import ConversionPlan, PlannedTensor, plan_conversion, plan_scalars, read_source
+from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
+from porting_kit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class SourceFate:
+    """What became of one source tensor: the targets it went into, or why it was dropped."""
+
+    name: str
+    file: str
+    targets: tuple[str, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class TargetOrigin:
+    """Where one target came from: sources, operations, and shape on each rank."""
+
+    name: str
+    origin: str
+    sources: tuple[str, ...]
+    operations: tuple[str, ...]
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class ConversionOutcome:
+    """What a conversion did.
+
+    Args:
+        config: the config.json written.
+        field_table: one row per config field, kept / derived / defaulted / dropped.
+        sources: every source tensor's fate.
+        targets: every target's origin.
+        files: files written, config.json last.
+        warnings: what the user should know.
+        verified: tensors proved by the way back, bit for bit or to one rounding (0 when not asked for).
+        seconds: wall time.
+    """
+
+    config: dict[str, Any]
+    field_table: tuple[FieldRow, ...]
+    sources: tuple[SourceFate, ...]
+    targets: tuple[TargetOrigin, ...]
+    files: tuple[Path, ...]
+    warnings: tuple[str, ...]
+    verified: int
+    seconds: float
+
+    def receipt(self) -> dict[str, Any]:
+        """JSON-ready account of both sides."""
+        return {
+            "sources": [asdict(fate) for fate in self.sources],
+            "targets": [asdict(origin) for origin in self.targets],
+            "fields": [asdict(row) for row in self.field_table],
+            "warnings": list(self.warnings),
+            "verified": self.verified,
+        }
+
+
+def convert_checkpoint(
+    base_folder: str | Path,
+    out_folder: str | Path,
+    *,
+    heads: HeadSet | str | Path | None = None,
+    dtype: str | None = None,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    max_draft_len: int | None = None,
+    release: str | None = None,
+    verify: bool = True,
+) -> ConversionOutcome:
+    """Convert a base, and Medusa heads if given, into a TensorRT-LLM checkpoint.
+
+    Args:
+        base_folder: a Hugging Face folder or a GGUF file.
+        out_folder: created; a checkpoint already there is replaced.
+        heads: a HeadSet, or what `read_head_set` takes.
+        dtype: float16, bfloat16 or float32; None takes the base's own (float16 for a float32 base).
+        tp_size, pp_size: ranks.
+        max_draft_len: draft tokens of the largest tree (63 when None).
+        release: TensorRT-LLM release the checkpoint is for; what it cannot express is refused.
+        verify: read the files back and compare with the source through the inverse rules.
+
+    Raises:
+        BaseModelError, HeadsError, ConversionError, CheckpointError: see `plan_conversion`; nothing is left behind.
+    """
+    started = time.perf_counter()
+    base, source, heads = _open_inputs(base_folder, heads)
+    dtype = dtype or choose_dtype(base)
+    require_release(base, release)
+    plan = plan_conversion(base, source, tp_size=tp_size, pp_size=pp_size, dtype=dtype, heads=heads)
+    config, table = build_config(
+        plan.base, dtype=dtype, tp_size=tp_size, pp_size=pp_size, heads=heads, max_draft_len=max_draft_len
+    )
+    out_folder = Path(out_folder)
+    _refuse_source_folder(out_folder, source, heads)
+    existed = out_folder.exists()
+    out_folder.mkdir(parents=True, exist_ok=True)
+    ranks: list[RankFile] = []
+    try:
+        _remove_old_checkpoint(out_folder)
+        for rank in range(plan.world_size):
+            ranks.append(RankFile(out_folder / f"rank{rank}.safetensors", plan.rank_tensors(rank)))
+        warnings = list(_write_values(plan, source, heads, ranks))
+        for file in ranks:
+            file.commit()
+        verified = _verify(plan, source, heads, out_folder) if verify else 0
+        config_file = write_config(out_folder, config)
+    except BaseException:
+        for file in ranks:
+            file.discard()
+        if not existed:
+            shutil.rmtree(out_folder, ignore_errors=True)
+        else:
+            _remove_old_checkpoint(out_folder)
+        raise
+    return ConversionOutcome(
+        config=config,
+        field_table=table,
+        sources=_source_fates(plan, source, heads),
+        targets=tuple(_target_origin(planned) for planned in plan.tensors),
+        files=(*(file.path for file in ranks), config_file),
+        warnings=tuple(_plan_warnings(plan, source, heads) + warnings),
+        verified=verified,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def checkpoint_tensors(
+    base_folder: str | Path,
+    heads: HeadSet | str | Path | None = None,
+    dtype: str | None = None,
+    max_draft_len: int | None = None,
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The config and tensors of a one-rank checkpoint, in memory. Arguments as for `convert_checkpoint`."""
+    base, source, heads = _open_inputs(base_folder, heads)
+    dtype = dtype or choose_dtype(base)
+    plan = plan_conversion(base, source, dtype=dtype, heads=heads)
+    config, _ = build_config(plan.base, dtype=dtype, heads=heads, max_draft_len=max_draft_len)
+    tensors = {}
+    for planned, whole in iterate_targets(plan, source, heads):
+        # clone: an uncast tensor may be a view of the mapped source file
+        tensors[planned.target] = whole.clone() if whole._base is not None or not whole.is_contiguous() else whole
+    return config, tensors
+
+
+def choose_dtype(base: BaseConfig) -> str:
+    """The base's own dtype; float16 when it is float32 or not stated, as TensorRT-LLM's converters do."""
+    return base.dtype if base.dtype in ("float16", "bfloat16") else "float16"
+
+
+def require_release(base: BaseConfig, release: str | None) -> None:
+    """Raise BaseModelError when a TensorRT-LLM release cannot express this base; None asks nothing."""
+    from porting_kit.architectures.release_needs import find_unmet_needs
+    from porting_kit.errors import BaseModelError
+
+    unmet = find_unmet_needs(base, release)
+    if unmet:
+        raise BaseModelError(
+            f"TensorRT-LLM {release} cannot express this model: {unmet[0].what}",
+            expected=f"{unmet[0].since} or later",
+            found=release,
+            where=base.where,
+            items=[need.what for need in unmet[1:]],
+            next_step=f"use TensorRT-LLM {max(need.since for need in unmet)} or later",
+        )
+
+
+def iterate_targets(
+    plan: ConversionPlan, source: TensorSource, heads: HeadSet | None
+) -> Iterator[tuple[PlannedTensor, torch.Tensor]]:
+    """Every target, whole, in the checkpoint's dtype, one at a time."""
+    from porting_kit.conversion.apply import build_target
+
+    scalars = plan_scalars(plan)
+    for planned in plan.tensors:
+        tensors = [read_source(planned, name, source, heads) for name in planned.sources]
+        yield planned, build_target(planned, tensors, plan.dims, scalars)
+
+
+def _open_inputs(
+    base_folder: str | Path, heads: HeadSet | str | Path | None
+) -> tuple[BaseConfig, TensorSource, HeadSet | None]:
+    base = read_base_config(base_folder)
+    source = open_tensor_source(base_folder)
+    if heads is not None and not isinstance(heads, HeadSet):
+        heads = read_head_set(heads)
+    return base, source, heads
+
+
+def _refuse_source_folder(out_folder: Path, source: TensorSource, heads: HeadSet | None) -> None:
+    inputs = [source.where] + ([heads.where] if heads is not None else [])
+    folders = {(path if path.is_dir() else path.parent).resolve() for path in inputs}
+    if out_folder.resolve() in folders:
+        raise CheckpointError(
+            "the checkpoint would be written into one of its own inputs",
+            where=out_folder,
+            next_step="name another output folder",
+        )
+
+
+def _remove_old_checkpoint(folder: Path) -> None:
+    """Remove what an earlier conversion left: config.json first, so that no half checkpoint looks whole."""
+    (folder / "config.json").unlink(missing_ok=True)
+    for file in (*folder.glob("rank*.safetensors"), *folder.glob(".*.partial")):
+        file.unlink()
+
+
+def _write_values(
+    plan: ConversionPlan, source: TensorSource, heads: HeadSet | None, ranks: list[RankFile]
+) -> Iterator[str]:
+    """One pass over all targets, into every rank's file; yields warnings about values."""
+    from porting_kit.conversion.apply import cut_piece
+
+    for planned, whole in iterate_targets(plan, source, heads):
+        for piece in planned.pieces:
+            ranks[piece.rank].write(piece.name, cut_piece(whole, planned, piece))
+    yield from _tied_warning(plan, source)
+
+
+def _tied_warning(plan: ConversionPlan, source: TensorSource) -> Iterator[str]:
+    import torch
+
+    if not plan.base.tied:
+        return
+    for planned in plan.tensors:
+        if planned.target == "lm_head.weight" and planned.origin == "base":
+            (embedding,) = [t.sources[0] for t in plan.tensors if t.target == "transformer.vocab_embedding.weight"]
+            own = source.read(planned.sources[0])
+            if not torch.equal(own, source.read(embedding)):
+                yield (
+                    f"the config ties the output matrix to the embedding, but {planned.sources[0]} differs from it; "
+                    "the file's own matrix is used"
+                )
+
+
+def _verify(plan: ConversionPlan, source: TensorSource, heads: HeadSet | None, folder: Path) -> int:
+    from porting_kit.conversion.inverse import verify_checkpoint
+
+    return verify_checkpoint(plan, source, heads, folder)
+
+
+def _plan_warnings(plan: ConversionPlan, source: TensorSource, heads: HeadSet | None) -> list[str]:
+    warnings = list(heads.warnings) if heads is not None else []
+    dtypes = {source.dtype(name) for planned in plan.tensors if planned.origin != "heads" for name in planned.sources}
+    if plan.dtype == "float16" and dtypes & {"bfloat16", "float32"}:
+        names = ", ".join(sorted(dtypes & {"bfloat16", "float32"}))
+        warnings.append(f"{names} weights are written as float16: no value overflows, small ones may lose digits")
+    elif plan.dtype == "bfloat16" and dtypes & {"float16", "float32"}:
+        warnings.append(f"{', '.join(sorted(dtypes))} weights are written as bfloat16: digits are lost")
+    for planned in plan.tensors:
+        if planned.padded_rows and planned.target == "lm_head.weight":
+            warnings.append(
+                f"the vocabulary is padded by {planned.padded_rows} rows to {plan.padded_vocab_size} for "
+                f"{plan.tp_size} ranks, in the base and in every head; the padding repeats the last real row"
+            )
+        if planned.origin == "tied":
+            warnings.append(f"tied embeddings: {planned.target} is a copy of {planned.sources[0]}")
+    return warnings
+
+
+def _source_fates(plan: ConversionPlan, source: TensorSource, heads: HeadSet | None) -> tuple[SourceFate, ...]:
+    targets: dict[str, list[str]] = {}
+    head_targets: dict[str, list[str]] = {}
+    for planned in plan.tensors:
+        for name in planned.sources:
+            if planned.origin == "heads" and heads is not None:
+                origin = heads.origins[name]
+                if origin is not None:
+                    head_targets.setdefault(origin, []).append(planned.target)
+            else:
+                targets.setdefault(name, []).append(planned.target)
+    fates = [
+        SourceFate(name, source.file(name).name, tuple(targets.get(name, ())), plan.dropped.get(name, ""))
+        for name in source.names()
+        if not (heads is not None and name in head_targets and heads.where == source.where)
+    ]
+    if heads is not None:
+        used = [SourceFate(n, heads.source.file(n).name, tuple(t)) for n, t in head_targets.items()]
+        unused = [
+            SourceFate(name, heads.source.file(name).name, (), "a head that is not used")
+            for name in heads.ignored_names
+            if heads.where != source.where
+        ]
+        fates += used + unused
+    return tuple(fates)
+
+
+def _target_origin(planned: PlannedTensor) -> TargetOrigin:
+    return TargetOrigin(
+        name=planned.target,
+        origin=planned.origin,
+        sources=planned.sources,
+        operations=tuple(type(operation).__name__ for operation in planned.operations),
+        dtype=planned.dtype,
+        shapes=tuple(piece.shape for piece in planned.pieces),
+    )

@@ -1,0 +1,343 @@
+"""Medusa heads as one set of tensors, whatever project wrote them.
+
+The layout, the number of heads M and of residual layers R are read from the tensors; the config beside them is only
+compared, because published configs are often stale. Values are read on demand; `check_values` looks at them. This
+module does not decide whether heads are any good (an offline acceptance check does that).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from porting_kit.conversion.head_layouts import HeadNames, match_layout
+from porting_kit.conversion.tensor_source import HEAD_FILES, TensorSource, open_tensor_source
+from porting_kit.conversion.weight_files import read_header
+from porting_kit.errors import BaseModelError, HeadsError
+
+if TYPE_CHECKING:
+    import torch
+
+    from porting_kit.architectures.base_config import BaseConfig
+
+COUNT_KEYS = ("medusa_num_heads", "num_medusa_heads", "num_heads")
+LAYER_KEYS = ("medusa_num_layers", "num_medusa_layers", "num_hidden_layers")
+BASE_KEYS = ("num_heads", "num_hidden_layers", "vocab_size")  # mean the base's own sizes in a base model's config
+
+
+@dataclass(frozen=True)
+class HeadSet:
+    """Heads found in a file. M heads of R residual layers on hidden size E, vocabulary V.
+
+    Args:
+        layout: name of the layout.
+        num_heads: heads in use (M).
+        found_heads: heads in the file.
+        num_layers: residual layers per head (R).
+        hidden_size: E of the heads.
+        vocab_size: rows of the heads' own output matrices; None when they use the base's.
+        dtype: dtype of the file's tensors, as torch names it.
+        origins: `medusa_heads...` name -> name in the file; None for a bias that the file lacks (zeros).
+        warnings: what the user should know.
+        stated: counts and base name that the config beside the file states.
+        where: the file or folder read.
+    """
+
+    layout: str
+    num_heads: int
+    found_heads: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int | None
+    dtype: str
+    origins: dict[str, str | None]
+    warnings: tuple[str, ...]
+    stated: dict[str, Any]
+    where: Path
+    source: TensorSource = field(repr=False, compare=False)
+
+    @property
+    def own_output(self) -> bool:
+        """Whether the heads bring output matrices of their own (else the base's is copied)."""
+        return self.vocab_size is not None
+
+    @property
+    def ignored_names(self) -> tuple[str, ...]:
+        """Names in the file that belong to heads not in use."""
+        used = {name for name in self.origins.values() if name is not None}
+        return tuple(name for name in self.source.names() if name not in used)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a `medusa_heads...` tensor."""
+        origin = self.origins[name]
+        return (self.hidden_size,) if origin is None else self.source.shape(origin)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Values of a `medusa_heads...` tensor in the file's dtype; zeros for a bias that the file lacks."""
+        import torch
+
+        origin = self.origins[name]
+        if origin is None:
+            return torch.zeros(self.hidden_size, dtype=getattr(torch, self.dtype))
+        return self.source.read(origin)
+
+    def check_against(self, base: BaseConfig) -> None:
+        """Raise HeadsError when the heads cannot sit on this base: hidden size or vocabulary differ."""
+        if self.hidden_size != base.hidden_size:
+            raise HeadsError(
+                "the heads do not fit this base: another hidden size",
+                expected=f"{base.hidden_size} (the base)",
+                found=f"{self.hidden_size} (the heads)",
+                where=self.where,
+                next_step="use the heads that were trained on this base",
+            )
+        if self.vocab_size is not None and self.vocab_size != base.vocab_size:
+            smaller, larger = sorted((self.vocab_size, base.vocab_size))
+            odd = "the heads" if self.vocab_size == smaller else "the base"
+            raise HeadsError(
+                "the heads and the base have different vocabularies",
+                expected=f"{base.vocab_size} rows (the base)",
+                found=f"{self.vocab_size} rows (the heads)",
+                where=self.where,
+                next_step=f"{odd} lack {larger - smaller} rows: train the heads on this base, "
+                "or add rows for the new tokens to the smaller file",
+            )
+
+    def check_values(self) -> tuple[str, ...]:
+        """Read all values once. Returns warnings (untrained or doubled heads).
+
+        Raises:
+            HeadsError: a tensor is not finite, or an output matrix is all zero.
+        """
+        import torch
+
+        warnings: list[str] = []
+        digests: dict[object, int] = {}
+        for head in range(self.num_heads):
+            names = [name for name in self.origins if name.startswith(f"medusa_heads.{head}.")]
+            tensors = {name: self.read(name) for name in names}
+            for name, tensor in tensors.items():
+                if not bool(torch.isfinite(tensor).all()):
+                    raise HeadsError(
+                        "a head tensor is not finite",
+                        found=f"{int((~torch.isfinite(tensor)).sum())} values are inf or nan",
+                        where=f"{self.where}: {self.origins[name]}",
+                        next_step="the heads were saved from a run that diverged; take an earlier checkpoint",
+                    )
+                if name.endswith("lm_head.weight") and not bool(tensor.any()):
+                    raise HeadsError(
+                        f"the output matrix of head {head} is all zero",
+                        where=f"{self.where}: {self.origins[name]}",
+                        next_step="the head was never written; save the heads again",
+                    )
+            weights = [tensor for name, tensor in tensors.items() if name.endswith("linear.weight")]
+            if not any(bool(weight.any()) for weight in weights):
+                warnings.append(f"head {head}: its residual layers are all zero, as before training")
+            digest = tuple(_digest(tensors[name]) for name in sorted(names, key=lambda n: n.split(".", 2)[2]))
+            if digest in digests:
+                warnings.append(f"heads {digests[digest]} and {head} are identical")
+            digests.setdefault(digest, head)
+        return tuple(warnings)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    import hashlib
+
+    import torch
+
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def read_head_set(path: str | Path, *, use: int | None = None, check_values: bool = True) -> HeadSet:
+    """Read Medusa heads.
+
+    Args:
+        path: the head file, its folder, or a model with merged heads.
+        use: how many heads to use, from the first; None uses all.
+        check_values: read all values and refuse what is not finite. False reads headers only and needs no torch.
+
+    Raises:
+        HeadsError: no heads, an unknown layout, gaps between heads or layers, a reduced vocabulary, shapes that do not
+            belong together, more heads asked for than exist, two files that disagree, values that are not finite.
+    """
+    path = Path(path)
+    source, config = _open_heads(path)
+    names = match_layout(source.names(), path)
+    num_found, num_layers = _count(names, path)
+    if use is not None and not 1 <= use <= num_found:
+        raise HeadsError(
+            f"{use} heads were asked for",
+            expected=f"1 to {num_found}",
+            found=f"{num_found} heads in the file",
+            where=path,
+            next_step=f"ask for at most {num_found} heads",
+        )
+    _refuse_reduced_vocabulary(names, config, source, path)
+    num_heads = num_found if use is None else use
+    origins, hidden_size, vocab_size = _collect(names, source, num_heads, num_layers, path)
+    if names.layout.inside_base:
+        config = {key: value for key, value in config.items() if key not in BASE_KEYS}
+    warnings = _compare_config(config, num_found, num_layers, num_heads)
+    if missing := sum(origin is None for origin in origins.values()):
+        warnings.append(f"{missing} residual layers have no bias; zeros are written")
+    if vocab_size is None:
+        warnings.append("the heads have no output matrix of their own; the base's is copied into each")
+    heads = HeadSet(
+        layout=names.layout.name,
+        num_heads=num_heads,
+        found_heads=num_found,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        dtype=source.dtype(next(iter(names.weights.values()))),
+        origins=origins,
+        warnings=tuple(warnings),
+        stated=config,
+        where=path,
+        source=source,
+    )
+    if not check_values:
+        return heads
+    return HeadSet(**{**heads.__dict__, "warnings": heads.warnings + heads.check_values()})
+
+
+def _open_heads(path: Path) -> tuple[TensorSource, dict[str, Any]]:
+    if path.is_file():
+        return TensorSource(read_header(path, HeadsError), path, HeadsError), _read_config(path.parent)
+    if not path.is_dir():
+        raise HeadsError("the heads do not exist", where=path)
+    config = _read_config(path)
+    files = [path / name for name in HEAD_FILES if (path / name).exists()]
+    if not files:
+        files = sorted(file for file in path.iterdir() if file.suffix in (".pt", ".safetensors", ".bin"))
+        files = files if len(files) == 1 else []
+    if len(files) == 1:
+        return TensorSource(read_header(files[0], HeadsError), files[0], HeadsError), config
+    if not files:
+        try:
+            return open_tensor_source(path), config
+        except BaseModelError as problem:
+            raise HeadsError(
+                "the folder holds no heads",
+                expected=f"{' or '.join(HEAD_FILES)}, or a model with merged heads",
+                found=problem.subject,
+                where=path,
+            ) from None
+    sources = [TensorSource(read_header(file, HeadsError), file, HeadsError) for file in files]
+    if differing := _differences(*sources):
+        raise HeadsError(
+            f"{files[0].name} and {files[1].name} hold different heads",
+            expected="one head file, or two with the same content",
+            found=f"{len(differing)} tensors differ",
+            where=path,
+            items=differing,
+            next_step="name the file to use instead of the folder, or delete the other",
+        )
+    return sources[0], config
+
+
+def _differences(first: TensorSource, second: TensorSource) -> list[str]:
+    import torch
+
+    names = sorted(set(first.names()) ^ set(second.names()))
+    for name in set(first.names()) & set(second.names()):
+        same_kind = first.shape(name) == second.shape(name) and first.dtype(name) == second.dtype(name)
+        if not same_kind or not torch.equal(first.read(name), second.read(name)):
+            names.append(name)
+    return names
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise HeadsError("the heads' config.json is not JSON", found=error, where=file) from None
+    keys = (*COUNT_KEYS, *LAYER_KEYS, "base_model_name_or_path", "truncated_vocab_size", "vocab_size", "model_type")
+    return {key: config[key] for key in keys if key in config}
+
+
+def _count(names: HeadNames, where: Path) -> tuple[int, int]:
+    heads = sorted({head for head, _ in names.weights})
+    if not heads:
+        raise HeadsError(
+            "the file holds output matrices but no residual layers", where=where, items=names.outputs.values()
+        )
+    if heads != list(range(len(heads))):
+        raise HeadsError(
+            "the heads are not numbered without gaps",
+            expected=f"heads 0 to {max(heads)}",
+            found=f"heads {heads}; missing {sorted(set(range(max(heads) + 1)) - set(heads))}",
+            where=where,
+            next_step="the file is incomplete, or heads were removed: renumber them or fetch it again",
+        )
+    layers = {head: sorted(layer for h, layer in names.weights if h == head) for head in heads}
+    uneven = {head: found for head, found in layers.items() if found != list(range(len(layers[0])))}
+    if uneven:
+        raise HeadsError(
+            "the heads do not all have the same residual layers",
+            expected=f"layers 0 to {len(layers[0]) - 1} in every head",
+            found=", ".join(f"head {head}: {found}" for head, found in uneven.items()),
+            where=where,
+        )
+    if names.outputs and set(names.outputs) != set(heads):
+        raise HeadsError(
+            "some heads have an output matrix of their own and some have none",
+            expected=f"one in each of the {len(heads)} heads, or in none",
+            found=f"heads {sorted(names.outputs)} have one",
+            where=where,
+        )
+    return len(heads), len(layers[0])
+
+
+def _refuse_reduced_vocabulary(names: HeadNames, config: dict[str, Any], source: TensorSource, where: Path) -> None:
+    truncated, full = config.get("truncated_vocab_size"), config.get("vocab_size")
+    if "token_map" in names.extras or (truncated is not None and full is not None and truncated < full):
+        rows = source.shape("token_map")[0] if "token_map" in names.extras else truncated
+        raise HeadsError(
+            "the heads predict a reduced vocabulary, which TensorRT-LLM's Medusa cannot express",
+            expected="output matrices with one row per token of the base",
+            found=f"a token map of {rows} tokens",
+            where=where,
+            next_step="train heads with the full vocabulary, or export them without the token map",
+        )
+
+
+def _collect(
+    names: HeadNames, source: TensorSource, num_heads: int, num_layers: int, where: Path
+) -> tuple[dict[str, str | None], int, int | None]:
+    hidden_size = source.shape(names.weights[0, 0])[-1]
+    vocab_size = source.shape(names.outputs[0])[0] if names.outputs else None
+    origins: dict[str, str | None] = {}
+    wrong: list[str] = []
+
+    def expect(target: str, origin: str | None, shape: tuple[int, ...]) -> None:
+        origins[target] = origin
+        if origin is not None and source.shape(origin) != shape:
+            wrong.append(f"{origin} {list(source.shape(origin))} instead of {list(shape)}")
+
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            prefix = f"medusa_heads.{head}.medusa_layers.{layer}.linear"
+            expect(f"{prefix}.weight", names.weights[head, layer], (hidden_size, hidden_size))
+            expect(f"{prefix}.bias", names.biases.get((head, layer)), (hidden_size,))
+        if vocab_size is not None:
+            expect(f"medusa_heads.{head}.lm_head.weight", names.outputs[head], (vocab_size, hidden_size))
+    if wrong:
+        raise HeadsError("the shapes of the heads do not belong together", where=where, items=wrong)
+    return origins, hidden_size, vocab_size
+
+
+def _compare_config(config: dict[str, Any], num_found: int, num_layers: int, num_heads: int) -> list[str]:
+    warnings = []
+    for keys, count, noun in ((COUNT_KEYS, num_found, "heads"), (LAYER_KEYS, num_layers, "residual layers a head")):
+        stated = next((config[key] for key in keys if config.get(key) is not None), None)
+        if stated is not None and stated != count:
+            warnings.append(f"the config says {stated} {noun}, the file holds {count}; the file counts")
+    if num_heads < num_found:
+        warnings.append(f"{num_heads} of {num_found} heads are used")
+    return warnings

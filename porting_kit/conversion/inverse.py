@@ -1,0 +1,86 @@
+"""The way back: from the written files through the inverse rules to the source, compared bit for bit.
+
+A rule that only moves values must give back the source exactly (after the cast to the checkpoint's dtype); one that
+adds or scales must do so within one rounding. This reads the files again, so it also proves what is on the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from porting_kit.architectures import operations as ops
+from porting_kit.architectures.operations import MOVING
+from porting_kit.conversion.apply import BACKWARD, apply_operations, invert_operations, join_pieces
+from porting_kit.conversion.plan import ConversionPlan, PlannedTensor, plan_scalars, read_source
+from porting_kit.conversion.tensor_source import TensorSource
+from porting_kit.conversion.weight_files import read_header
+from porting_kit.errors import CheckpointError, ConversionError
+
+if TYPE_CHECKING:
+    from porting_kit.conversion.heads import HeadSet
+
+
+def verify_checkpoint(plan: ConversionPlan, source: TensorSource, heads: HeadSet | None, folder: Path) -> int:
+    """Compare every written tensor with its sources. Returns how many were compared.
+
+    Raises:
+        ConversionError: a tensor does not lead back to its source.
+        CheckpointError: a rank's file lacks a tensor.
+    """
+    files = [
+        TensorSource(read_header(folder / f"rank{rank}.safetensors", CheckpointError), folder, CheckpointError)
+        for rank in range(plan.world_size)
+    ]
+    for planned in plan.tensors:
+        parts = [files[piece.rank].read(piece.name) for piece in planned.pieces]
+        verify_target(planned, join_pieces(planned, parts), plan, source, heads)
+    return len(plan.tensors)
+
+
+def verify_target(
+    planned: PlannedTensor, whole: torch.Tensor, plan: ConversionPlan, source: TensorSource, heads: HeadSet | None
+) -> None:
+    """Compare one whole target (vocabulary padding removed) with its sources; ConversionError when they differ."""
+    if planned.origin == "zeros":
+        if bool(whole.any()):
+            raise ConversionError(f"{planned.target} should be zero and is not")
+        return
+    sources = [read_source(planned, name, source, heads) for name in planned.sources]
+    scalars = plan_scalars(plan)
+    kinds = {type(operation) for operation in planned.operations}
+    if kinds - set(MOVING) - set(BACKWARD):
+        _compare_forward(planned, whole, sources, plan)
+        return
+    shapes = [tuple(tensor.shape) for tensor in sources]
+    found = invert_operations(planned.operations, whole, shapes, planned.group, plan.dims, scalars)
+    same: Callable[[torch.Tensor, torch.Tensor], bool] = _same_bits
+    if kinds & {ops.Add, ops.Scale}:
+        rounding = torch.finfo(whole.dtype).eps * max(1.0, float(whole.abs().max()))
+        same = lambda a, b: bool((a.float() - b.float()).abs().max() <= rounding)  # noqa: E731
+    for name, back, original in zip(planned.sources, found, sources, strict=True):
+        expected = original if kinds & {ops.Add, ops.Scale} else original.to(whole.dtype)
+        if back.shape != expected.shape or not same(back, expected):
+            raise ConversionError(
+                f"{planned.target} does not lead back to {name}",
+                expected="the source's values, moved only" if same is _same_bits else "the source within one rounding",
+                found=f"{int((back != expected).sum()) if back.shape == expected.shape else 'all'} values differ",
+            )
+
+
+def _compare_forward(
+    planned: PlannedTensor, whole: torch.Tensor, sources: list[torch.Tensor], plan: ConversionPlan
+) -> None:
+    """Rules that leave rows out or lose lengths have no way back: compare what is left of the source."""
+    again = apply_operations(planned.operations, sources, planned.group, plan.dims, plan_scalars(plan)).to(whole.dtype)
+    if not _same_bits(again, whole):
+        raise ConversionError(f"{planned.target} does not follow from {', '.join(planned.sources)}")
+
+
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    views = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    view = views[first.element_size()]
+    return first.dtype == second.dtype and torch.equal(first.contiguous().view(view), second.contiguous().view(view))

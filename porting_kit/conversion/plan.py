@@ -1,0 +1,447 @@
+"""What a conversion will do, worked out from names and shapes alone: targets, slices per rank, and the accounts.
+
+Every source tensor and every target is accounted for exactly once. A source that is missing, one that nobody uses, and
+one of another shape are three different errors. Nothing here reads values or imports torch, so a plan costs
+milliseconds and gives the exact size of every output file before one is opened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from porting_kit.architectures.names import Dims, Shape, evaluate_dim
+from porting_kit.architectures.operations import Operation
+from porting_kit.architectures.rules import COLUMN, VOCABULARY, Rule, Shard
+from porting_kit.conversion.weight_files import ITEM_BYTES
+from porting_kit.errors import ConversionError
+
+if TYPE_CHECKING:
+    import torch
+
+    from porting_kit.architectures.base_config import BaseConfig
+    from porting_kit.architectures.family import Family
+    from porting_kit.conversion.heads import HeadSet
+    from porting_kit.conversion.tensor_source import TensorSource
+
+CHECKPOINT_DTYPES = ("float16", "bfloat16", "float32")
+WRAPPERS = ("language_model.", "model.language_model.", "module.")
+HEAD_PREFIXES = ("medusa_head", "medusa_heads")
+
+
+class MissingTensors(ConversionError):
+    """Rules ask for tensors that the source does not hold."""
+
+
+class SurplusTensors(ConversionError):
+    """The source holds tensors that no rule accounts for."""
+
+
+class ShapeMismatch(ConversionError):
+    """Tensors have other shapes than the config says."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's part of a target.
+
+    Args:
+        rank: pipeline rank * tp_size + tensor-parallel rank.
+        name: name in that rank's file (layers are counted from 0 on every pipeline rank).
+        shape: shape of the part.
+        slices: [start, stop) ranges along the shard's dim, joined in order; empty for the whole tensor.
+        zero: the rank holds zeros (the values are on the first rank).
+    """
+
+    rank: int
+    name: str
+    shape: Shape
+    slices: tuple[tuple[int, int], ...] = ()
+    zero: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One target: which sources make it, how, and how ranks share it.
+
+    Args:
+        target: name, with the layer's number in the whole model.
+        sources: actual names in the source, in order; none for zeros.
+        origin: "base", "heads", "tied" (the embedding stands in), "copied" (the base's output matrix) or "zeros".
+        operations: applied to the sources.
+        group: how many sources belong together when a rule repeats over experts.
+        shape: shape of the whole target, vocabulary padding included.
+        padded_rows: rows of vocabulary padding at the end of dimension 0.
+        dtype: dtype in the checkpoint.
+    """
+
+    target: str
+    sources: tuple[str, ...]
+    origin: str
+    operations: tuple[Operation, ...]
+    group: int
+    shape: Shape
+    shard: Shard
+    dtype: str
+    pieces: tuple[Piece, ...]
+    padded_rows: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all ranks' parts together."""
+        return sum(math.prod(piece.shape) for piece in self.pieces) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """All targets of one conversion and the fate of every source tensor.
+
+    Args:
+        tensors: in the order they are written.
+        dropped: source name -> reason.
+        names: canonical name (as rules spell it) -> name in the source.
+        dims: letters -> sizes, and `Vp` is `padded_vocab_size`.
+    """
+
+    base: BaseConfig
+    tensors: tuple[PlannedTensor, ...]
+    dropped: Mapping[str, str]
+    dims: Dims
+    padded_vocab_size: int
+    tp_size: int
+    pp_size: int
+    dtype: str
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp_size * self.pp_size
+
+    def rank_tensors(self, rank: int) -> dict[str, tuple[str, Shape]]:
+        """Name -> (dtype, shape) of everything in one rank's file."""
+        return {
+            piece.name: (tensor.dtype, piece.shape)
+            for tensor in self.tensors
+            for piece in tensor.pieces
+            if piece.rank == rank
+        }
+
+
+def plan_conversion(
+    base: BaseConfig,
+    source: TensorSource,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    dtype: str = "float16",
+    heads: HeadSet | None = None,
+) -> ConversionPlan:
+    """Work out the whole conversion.
+
+    Args:
+        base: the base's settings; switches the config leaves open are settled by the tensors.
+        source: the base's tensors (names and shapes are used).
+        tp_size, pp_size: ranks.
+        dtype: dtype of the checkpoint: float16, bfloat16 or float32.
+        heads: Medusa heads to join, or None.
+
+    Raises:
+        BaseModelError: the base has settings that TensorRT-LLM's class cannot follow.
+        MissingTensors, SurplusTensors, ShapeMismatch: the accounts do not close.
+        ConversionError: ranks do not divide the model, or an unknown dtype.
+        HeadsError: the heads do not fit the base.
+    """
+    base = base.with_evidence(_canonical_names(base.definition, source.names()))
+    base.require_supported()
+    _check_request(base, tp_size, pp_size, dtype)
+    if heads is not None:
+        heads.check_against(base)
+    builder = _Builder(base, source, tp_size, pp_size, dtype)
+    tensors = builder.plan_base()
+    dropped = builder.account()
+    if heads is not None:
+        tensors += builder.plan_heads(heads, tensors)
+    return ConversionPlan(
+        base=base,
+        tensors=tuple(tensors),
+        dropped=dropped,
+        dims=base.dims,
+        padded_vocab_size=builder.padded_vocab_size,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        dtype=dtype,
+    )
+
+
+def plan_scalars(plan: ConversionPlan) -> Mapping[str, float]:
+    """Numbers of the config that `Scale` may name."""
+    values = {**plan.base.raw, **{name: getattr(plan.base, name) for name in ("q_scaling", "head_size")}}
+    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+
+
+def read_source(planned: PlannedTensor, name: str, source: TensorSource, heads: HeadSet | None) -> torch.Tensor:
+    """One source tensor of a target, from the base or from the heads."""
+    return heads.read(name) if planned.origin == "heads" else source.read(name)
+
+
+def shard_slices(shard: Shard, size: int, dims: Dims, tp_size: int, tp_rank: int) -> tuple[tuple[int, int], ...]:
+    """The [start, stop) ranges along the shard's dim that one rank holds; empty when it holds everything.
+
+    A block of K heads on more than K ranks is repeated: rank r holds head r*K//tp_size
+    (tensorrt_llm/layers/attention.py 0.11.0.dev2024062500: kv heads per rank are rounded up).
+
+    Raises:
+        ValueError: a block does not divide by the ranks.
+    """
+    if shard.dim is None or tp_size == 1:
+        return ()
+    sizes = [evaluate_dim(block, dims) for block in shard.blocks] or [size]
+    heads = [evaluate_dim(head, dims) for head in shard.heads] or [0] * len(sizes)
+    if sum(sizes) != size:
+        raise ValueError(f"blocks of {sizes} do not make up {size}")
+    slices, start = [], 0
+    for block, count in zip(sizes, heads, strict=True):
+        if count and count < tp_size:
+            if tp_size % count:
+                raise ValueError(f"{count} heads neither divide by {tp_size} ranks nor the other way round")
+            unit = block // count
+            first = start + (tp_rank * count // tp_size) * unit
+            slices.append((first, first + unit))
+        else:
+            if (count or block) % tp_size:
+                raise ValueError(f"{count or block} does not divide by {tp_size} ranks")
+            part = block // tp_size
+            slices.append((start + tp_rank * part, start + (tp_rank + 1) * part))
+        start += block
+    return tuple(slices)
+
+
+def _check_request(base: BaseConfig, tp_size: int, pp_size: int, dtype: str) -> None:
+    if dtype not in CHECKPOINT_DTYPES:
+        raise ConversionError(
+            f"a checkpoint of dtype {dtype!r} cannot be written",
+            expected=f"one of {list(CHECKPOINT_DTYPES)}",
+            next_step="quantised checkpoints are made by TensorRT-LLM's own quantisation from this one",
+        )
+    if tp_size < 1 or pp_size < 1:
+        raise ConversionError("ranks are counted from one", found=f"tp_size {tp_size}, pp_size {pp_size}")
+    if base.num_heads % tp_size:
+        raise ConversionError(
+            "query heads do not divide over the ranks",
+            expected=f"tp_size among the divisors of {base.num_heads}",
+            found=f"tp_size {tp_size}",
+        )
+    if pp_size > 1 and not base.definition.pipeline:
+        raise ConversionError(
+            f"TensorRT-LLM's {base.architecture} cannot be split over pipeline ranks",
+            expected="pp_size 1",
+            found=f"pp_size {pp_size}",
+            where=f"tensorrt_llm/models/{base.definition.model_folder}/model.py 0.13.0.dev2024090300",
+        )
+    if base.num_layers % pp_size:
+        raise ConversionError(
+            "layers do not divide over the pipeline ranks", found=f"{base.num_layers} layers, pp_size {pp_size}"
+        )
+
+
+def _generic(name: str) -> tuple[str, ...]:
+    """Components with every number and placeholder replaced: one key for all layers."""
+    return tuple("#" if part.isdecimal() or part.startswith("{") else part for part in name.split("."))
+
+
+def _canonical_names(family: Family, names: Sequence[str]) -> dict[str, str]:
+    """Canonical name -> name in the source.
+
+    Checkpoints saved from the inner model lack its prefix (`h.0...` for `transformer.h.0...`), those saved from a
+    wrapper carry one more; both are found. Names that no rule knows stay as they are.
+    """
+    patterns = {_generic(spec.name) for rule in family.rules for spec in rule.sources}
+    patterns |= {_generic(drop.pattern) for drop in family.drops}
+    prefix = family.rules[0].sources[0].name.split(".")[0] + "."
+    canonical: dict[str, str] = {}
+    for name in names:
+        candidates = [name, prefix + name]
+        candidates += [name.removeprefix(wrapper) for wrapper in WRAPPERS if name.startswith(wrapper)]
+        candidates += [prefix + name.removeprefix(wrapper) for wrapper in WRAPPERS if name.startswith(wrapper)]
+        chosen = next((candidate for candidate in candidates if _generic(candidate) in patterns), name)
+        if chosen in canonical:
+            raise SurplusTensors(
+                f"{chosen} is there twice under different prefixes", found=f"{canonical[chosen]} and {name}"
+            )
+        canonical[chosen] = name
+    return canonical
+
+
+class _Builder:
+    """Builds the targets of one plan and keeps the accounts."""
+
+    def __init__(self, base: BaseConfig, source: TensorSource, tp_size: int, pp_size: int, dtype: str) -> None:
+        self.base, self.source, self.dtype = base, source, dtype
+        self.tp_size, self.pp_size, self.dims = tp_size, pp_size, base.dims
+        self.names = _canonical_names(base.definition, source.names())
+        self.canonical = {actual: name for name, actual in self.names.items()}
+        self.used: set[str] = set()
+        self.padded_vocab_size = -(-base.vocab_size // tp_size) * tp_size
+
+    def plan_base(self) -> list[PlannedTensor]:
+        """All targets of the base, or the error of the first account that does not close."""
+        missing, mismatched, planned = [], [], []
+        untied: list[str] = []
+        for rule in self.base.definition.rules:
+            if not self.base.applies(rule.when):
+                continue
+            for numbers, target, sources in rule.expand(self.dims):
+                origin = "base"
+                absent = [name for name, _ in sources if name not in self.names]
+                if absent and rule.tied_from and self.base.tied:
+                    origin, sources = "tied", [(rule.tied_from, sources[0][1])]
+                    absent = [rule.tied_from] if rule.tied_from not in self.names else []
+                elif absent and rule.tied_from:
+                    untied += absent
+                if absent and rule.zeros_when_absent and len(absent) == len(sources):
+                    planned.append(self._place(rule, numbers, target, (), "zeros", _shape(rule, self.dims)))
+                    continue
+                missing += absent
+                if absent:
+                    continue
+                actual = [self.names[name] for name, _ in sources]
+                self.used.update(actual)
+                for name, (_, expected) in zip(actual, sources, strict=True):
+                    if self.source.shape(name) != expected:
+                        mismatched.append(f"{name} {list(self.source.shape(name))} instead of {list(expected)}")
+                shape = rule.target_shape([expected for _, expected in sources], self.dims)
+                planned.append(self._place(rule, numbers, target, tuple(actual), origin, shape))
+        self._raise_missing(missing, untied)
+        if mismatched:
+            raise ShapeMismatch(
+                f"{len(mismatched)} tensors have other shapes than the config says",
+                where=self.source.where,
+                items=mismatched,
+                next_step="config and weights are of different models or versions: fetch both again",
+            )
+        return planned
+
+    def _raise_missing(self, missing: list[str], untied: list[str]) -> None:
+        if not missing:
+            return
+        surplus = [name for name in self.source.names() if name not in self.used and not self._dropped(name)]
+        if missing == untied:
+            raise MissingTensors(
+                "the model has no output matrix, and its config does not tie it to the embedding",
+                expected=f"{missing[0]}, or tie_word_embeddings true",
+                found="neither",
+                where=self.source.where,
+                next_step="set tie_word_embeddings if the model ties them, or fetch the missing tensor",
+            )
+        raise MissingTensors(
+            f"{len(missing)} tensors that {self.base.family} needs are missing",
+            found=f"{len(self.source.names())} tensors, {len(surplus)} of them unknown to {self.base.family}"
+            + (f" (such as {surplus[0]})" if surplus else ""),
+            where=self.source.where,
+            items=missing,
+            next_step="the weights are incomplete, quantised, or of another architecture than the config says",
+        )
+
+    def _dropped(self, name: str) -> str | None:
+        if name.split(".")[0] in HEAD_PREFIXES:
+            return "a Medusa head, read as heads and not as part of the base"
+        canonical = self.canonical[name]
+        for drop in self.base.definition.drops:
+            if _generic(drop.pattern) == _generic(canonical):
+                return drop.reason
+        return None
+
+    def account(self) -> dict[str, str]:
+        """Source name -> why it is dropped; SurplusTensors for names nobody accounts for."""
+        dropped, surplus = {}, []
+        for name in self.source.names():
+            if name in self.used:
+                continue
+            reason = self._dropped(name)
+            if reason is None:
+                surplus.append(name)
+            else:
+                dropped[name] = reason
+        if surplus:
+            raise SurplusTensors(
+                f"{len(surplus)} tensors of the model have no place in TensorRT-LLM's {self.base.architecture}",
+                where=self.source.where,
+                items=[f"{name} {list(self.source.shape(name))}" for name in surplus],
+                next_step="the model has parts its config does not speak of; they would be lost",
+            )
+        return dropped
+
+    def plan_heads(self, heads: HeadSet, base_tensors: Sequence[PlannedTensor]) -> list[PlannedTensor]:
+        """The heads' targets; heads without an output matrix get the base's."""
+        planned = [
+            self._head(
+                name, (name,), "heads", heads.shape(name), VOCABULARY if name.endswith("lm_head.weight") else COLUMN
+            )
+            for name in heads.origins
+        ]
+        if not heads.own_output:
+            (output,) = [tensor for tensor in base_tensors if tensor.target == "lm_head.weight"]
+            shape = (self.base.vocab_size, self.base.hidden_size)
+            for head in range(heads.num_heads):
+                target = f"medusa_heads.{head}.lm_head.weight"
+                copy = self._head(target, output.sources, "copied", shape, VOCABULARY)
+                planned.append(PlannedTensor(**{**copy.__dict__, "operations": output.operations}))
+        return planned
+
+    def _head(self, target: str, sources: tuple[str, ...], origin: str, shape: Shape, shard: Shard) -> PlannedTensor:
+        shape, padded = self._pad(shard, shape)
+        pieces = self._pieces(target, None, "last", shape, shard)
+        return PlannedTensor(target, sources, origin, (), 1, shape, shard, self.dtype, pieces, padded)
+
+    def _place(
+        self, rule: Rule, numbers: Mapping[str, int], target: str, sources: tuple[str, ...], origin: str, shape: Shape
+    ) -> PlannedTensor:
+        shape, padded = self._pad(rule.shard, shape)
+        pieces = self._pieces(target, numbers.get("i"), rule.pipeline, shape, rule.shard)
+        return PlannedTensor(
+            target=target,
+            sources=sources,
+            origin=origin,
+            operations=rule.operations if origin != "zeros" else (),
+            group=len(rule.sources),
+            shape=shape,
+            shard=rule.shard,
+            dtype=rule.dtype or self.dtype,
+            pieces=pieces,
+            padded_rows=padded,
+        )
+
+    def _pad(self, shard: Shard, shape: Shape) -> tuple[Shape, int]:
+        if not shard.vocabulary:
+            return shape, 0
+        return (self.padded_vocab_size, *shape[1:]), self.padded_vocab_size - shape[0]
+
+    def _pieces(self, target: str, layer: int | None, pipeline: str, shape: Shape, shard: Shard) -> tuple[Piece, ...]:
+        per_stage = self.base.num_layers // self.pp_size
+        if layer is None:
+            stage, name = (0 if pipeline == "first" else self.pp_size - 1), target
+        else:
+            stage, parts = layer // per_stage, target.split(".")
+            parts[parts.index(str(layer))] = str(layer % per_stage)
+            name = ".".join(parts)
+        pieces = []
+        for tp_rank in range(self.tp_size):
+            try:
+                size = shape[shard.dim] if shard.dim is not None else 0
+                slices = shard_slices(shard, size, self.dims, self.tp_size, tp_rank)
+            except ValueError as problem:
+                raise ConversionError(
+                    f"{target} cannot be split over {self.tp_size} ranks", found=problem, where=f"shape {list(shape)}"
+                ) from None
+            part = list(shape)
+            if slices:
+                part[shard.dim] = sum(stop - start for start, stop in slices)
+            zero = shard.first_rank_only and tp_rank > 0
+            pieces.append(Piece(stage * self.tp_size + tp_rank, name, tuple(part), slices, zero))
+        return tuple(pieces)
+
+
+def _shape(rule: Rule, dims: Dims) -> Shape:
+    return tuple(evaluate_dim(expression, dims) for expression in rule.zeros_when_absent)

@@ -1,0 +1,198 @@
+"""Where tensors are read from: one catalogue over the files of a model, values on demand.
+
+Known: a folder of safetensors (single or sharded), of PyTorch .bin shards, one such file, or a GGUF file. The catalogue
+is built from headers alone (no torch import); every file that an index names is checked before anything is converted.
+Values come as views of memory-mapped files where the format allows it, so a tensor is in memory only while it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from porting_kit.conversion.weight_files import ITEM_BYTES, TensorEntry, check_file, read_header
+from porting_kit.errors import BaseModelError, PortingKitError
+
+if TYPE_CHECKING:
+    import torch
+
+HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+
+
+class TensorSource:
+    """Tensors by name over one or several files. Not safe to share between processes; threads may read."""
+
+    def __init__(
+        self, entries: Mapping[str, TensorEntry], where: Path, error: type[PortingKitError] = BaseModelError
+    ) -> None:
+        self.entries, self.where, self.error = dict(entries), where, error
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._states: dict[Path, dict[str, torch.Tensor]] = {}
+
+    def names(self) -> tuple[str, ...]:
+        """All tensor names, in file order."""
+        return tuple(self.entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the header."""
+        return self.entries[name].shape
+
+    def dtype(self, name: str) -> str:
+        """Dtype of a tensor as torch names it ("bfloat16"), from the header."""
+        return self.entries[name].dtype
+
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self.entries[name].file
+
+    def read(self, name: str) -> torch.Tensor:
+        """The values, shape and dtype as in the file. A view of the mapped file: clone before changing it."""
+        import torch
+
+        entry = self.entries[name]
+        if entry.offset is None:
+            return self._state(entry.file)[name]
+        dtype = getattr(torch, entry.dtype)
+        if entry.num_bytes == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        count = entry.num_bytes // ITEM_BYTES[entry.dtype]
+        data = self._map(entry.file)
+        if entry.offset % ITEM_BYTES[entry.dtype]:
+            # torch wants aligned views; writers that do not pad their header make unaligned files
+            data = bytearray(data[entry.offset : entry.offset + entry.num_bytes])
+            return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
+        return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
+
+    def _map(self, file: Path) -> mmap.mmap:
+        if file not in self._maps:
+            with file.open("rb") as stream:
+                # a private copy-on-write map: torch views must be writable, the file never changes
+                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[file]
+
+    def _state(self, file: Path) -> dict[str, torch.Tensor]:
+        if file not in self._states:
+            import torch
+
+            state = _load_pickle(file, self.error)
+            if set(state) == {"state_dict"}:
+                state = state["state_dict"]
+            self._states[file] = {str(k): v for k, v in state.items() if isinstance(v, torch.Tensor)}
+        return self._states[file]
+
+
+def _load_pickle(file: Path, error: type[PortingKitError]) -> dict:
+    import torch
+
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:  # the older format cannot be mapped
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as problem:
+        raise error(f"{file.name} cannot be read", found=str(problem).splitlines()[0], where=file) from None
+
+
+def open_tensor_source(path: str | Path) -> TensorSource:
+    """Open the weights of a base model, reading headers only.
+
+    Args:
+        path: a model folder, one weight file, or a GGUF file.
+
+    Raises:
+        BaseModelError: no weights, a pointer file, a file cut short, a shard that is missing or holds other tensors
+            than the index says, or one tensor in two shards.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf" or (path.is_dir() and _only_gguf(path)):
+        from porting_kit.conversion.gguf_source import open_gguf_source
+
+        return open_gguf_source(path if path.is_file() else _only_gguf(path))
+    if path.is_file():
+        return TensorSource(read_header(path), path)
+    if not path.is_dir():
+        raise BaseModelError("the base model's folder does not exist", where=path)
+    for index_name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (path / index_name).is_file():
+            return TensorSource(_read_indexed(path / index_name), path)
+    return TensorSource(_merge_files(_find_files(path)), path)
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    files = sorted(folder.glob("*.gguf"))
+    others = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    return files[0] if len(files) == 1 and not others else None
+
+
+def _find_files(folder: Path) -> list[Path]:
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / single).exists():
+            return [folder / single]
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        files = [file for file in sorted(folder.glob(pattern)) if file.name not in HEAD_FILES]
+        if files:
+            return files
+    heads = [name for name in HEAD_FILES if (folder / name).exists()]
+    raise BaseModelError(
+        "this folder holds Medusa heads only, not a base model" if heads else "the folder holds no weights",
+        expected="model.safetensors, pytorch_model.bin, an index of shards, or one .gguf file",
+        found=", ".join(sorted(file.name for file in folder.iterdir())[:10]) or "an empty folder",
+        where=folder,
+        next_step="pass the base's folder as base and this one as heads" if heads else "fetch the model's weights",
+    )
+
+
+def _merge_files(files: Iterable[Path]) -> dict[str, TensorEntry]:
+    merged: dict[str, TensorEntry] = {}
+    doubled: list[str] = []
+    pairs: set[tuple[str, str]] = set()
+    for file in files:
+        for name, entry in read_header(file).items():
+            if name in merged:
+                doubled.append(name)
+                pairs.add((merged[name].file.name, file.name))
+            merged.setdefault(name, entry)
+    if doubled:
+        raise BaseModelError(
+            f"{len(doubled)} tensors lie in two files",
+            expected="each tensor once",
+            found=", ".join(f"{a} and {b}" for a, b in sorted(pairs)),
+            items=doubled,
+            next_step="remove the file that does not belong to this model",
+        )
+    return merged
+
+
+def _read_indexed(index: Path) -> dict[str, TensorEntry]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as problem:
+        raise BaseModelError("the shard index is damaged", found=repr(problem), where=index) from None
+    files = sorted({index.parent / name for name in weight_map.values()})
+    if absent := [file.name for file in files if not file.exists()]:
+        raise BaseModelError(
+            f"{len(absent)} of the {len(files)} shards that the index names are missing",
+            where=index,
+            items=absent,
+            next_step="fetch the missing files",
+        )
+    for file in files:  # all of them first: a pointer in the last shard is found before the first is parsed
+        check_file(file)
+    entries = _merge_files(files)
+    misplaced = [name for name, file in weight_map.items() if name not in entries or entries[name].file.name != file]
+    unlisted = [name for name in entries if name not in weight_map]
+    if misplaced or unlisted:
+        raise BaseModelError(
+            "the shard index and the shards disagree",
+            expected="each tensor in the file the index names",
+            found=f"{len(misplaced)} tensors not where the index says, {len(unlisted)} that it does not name",
+            where=index,
+            items=misplaced or unlisted,
+            next_step="fetch index and shards of the same revision",
+        )
+    return entries

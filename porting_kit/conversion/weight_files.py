@@ -1,0 +1,264 @@
+"""Which tensors a weight file holds, read from its header alone: safetensors and PyTorch's zip format.
+
+Opening a file costs milliseconds and imports no torch, so a preflight can do it. A pointer left by git-lfs, a file cut
+short, and a pickle that asks for anything but tensors are refused here, within the first read. This module does not
+read values (`tensor_source` does).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from porting_kit.errors import BaseModelError, PortingKitError
+
+SAFETENSORS_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+STORAGE_DTYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+}
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a weight file.
+
+    Args:
+        name: dotted name.
+        dtype: torch's name of the dtype ("bfloat16").
+        shape: sizes.
+        file: the file that holds it.
+        offset: first byte of the values in the file, None when the format does not give one.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the values in bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def read_header(file: Path, error: type[PortingKitError] = BaseModelError) -> dict[str, TensorEntry]:
+    """The tensors of one .safetensors, .bin or .pt file, by name, without their values.
+
+    Raises:
+        error: the file is missing, a pointer, cut short, or not of its format.
+    """
+    check_file(file, error)
+    if file.suffix == ".safetensors":
+        return _read_safetensors_header(file, error)
+    return _read_zip_pickle(file, error)
+
+
+def check_file(file: Path, error: type[PortingKitError] = BaseModelError) -> None:
+    """Refuse a file that is missing, empty, or a large-file pointer in place of weights."""
+    if not file.is_file():
+        raise error("a weight file is missing", where=file, next_step="fetch the model again, all files")
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(64)
+    if start.startswith(b"version https://git-lfs"):
+        raise error(
+            f"{file.name} is a {size}-byte pointer, not weights",
+            expected="the tensors themselves",
+            found="a git-lfs pointer",
+            where=file,
+            next_step="fetch the large files (`git lfs pull`) or download the model again",
+        )
+    if size == 0:
+        raise error(f"{file.name} is empty", where=file, next_step="download the file again")
+    if start.lstrip()[:1] == b"<" or start.startswith(b"Entry not found"):
+        raise error(
+            f"{file.name} is a web page, not weights",
+            found=start[:40].decode("utf-8", "replace"),
+            where=file,
+            next_step="download the file again",
+        )
+
+
+def _read_safetensors_header(file: Path, error: type[PortingKitError]) -> dict[str, TensorEntry]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise error(
+                f"{file.name} is not a safetensors file, or is cut short",
+                expected="a header within the file",
+                found=f"a header of {length} bytes in a file of {size}",
+                where=file,
+                next_step="download the file again",
+            )
+        try:
+            header = json.loads(stream.read(length))
+        except (UnicodeDecodeError, json.JSONDecodeError) as problem:
+            raise error(f"the header of {file.name} is damaged", found=problem, where=file) from None
+    header.pop("__metadata__", None)
+    entries, end = {}, 0
+    for name, record in header.items():
+        dtype = SAFETENSORS_DTYPES.get(record["dtype"])
+        if dtype is None:
+            raise error(f"tensor {name!r} has the unknown dtype {record['dtype']!r}", where=file)
+        first, last = record["data_offsets"]
+        entry = TensorEntry(name, dtype, tuple(record["shape"]), file, 8 + length + first)
+        if last - first != entry.num_bytes:
+            raise error(
+                f"the header of {file.name} contradicts itself",
+                expected=f"{entry.num_bytes} bytes for {name} {list(entry.shape)} {dtype}",
+                found=f"{last - first} bytes",
+                where=file,
+            )
+        entries[name], end = entry, max(end, last)
+    if 8 + length + end != size:
+        raise error(
+            f"{file.name} is cut short" if 8 + length + end > size else f"{file.name} is longer than its header says",
+            expected=f"{8 + length + end} bytes by its own header",
+            found=f"{size} bytes",
+            where=file,
+            next_step="download the file again",
+        )
+    return entries
+
+
+class _Storage:
+    """Stands for one storage record of a PyTorch pickle: dtype and archive key."""
+
+    def __init__(self, dtype: str, key: str) -> None:
+        self.dtype, self.key = dtype, key
+
+
+class _Tensor:
+    """Stands for one tensor of a PyTorch pickle."""
+
+    def __init__(self, storage: _Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+        self.storage, self.offset, self.shape, self.stride = storage, offset, tuple(shape), tuple(stride)
+
+
+def _rebuild_tensor(storage: _Storage, offset: int, shape: tuple, stride: tuple, *_: object) -> _Tensor:
+    return _Tensor(storage, offset, shape, stride)
+
+
+def _rebuild_parameter(tensor: _Tensor, *_: object) -> _Tensor:
+    return tensor
+
+
+class _HeaderUnpickler(pickle.Unpickler):
+    """Reads names and shapes of a state dict. Every class but the few a state dict needs is refused."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if module == "collections" and name == "OrderedDict":
+            return OrderedDict
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor"):
+            return _rebuild_tensor
+        if module == "torch._utils" and name == "_rebuild_parameter":
+            return _rebuild_parameter
+        if module == "torch" and name in STORAGE_DTYPES:
+            return STORAGE_DTYPES[name]
+        raise pickle.UnpicklingError(f"the pickle asks for {module}.{name}, which no state dict needs")
+
+    def persistent_load(self, record: tuple) -> _Storage:
+        _, dtype, key, *_ = record
+        return _Storage(dtype, key)
+
+
+def _read_zip_pickle(file: Path, error: type[PortingKitError]) -> dict[str, TensorEntry]:
+    """Names and shapes in a zip-format .bin/.pt; the older tar-less format is read by torch itself."""
+    try:
+        archive = zipfile.ZipFile(file)
+    except zipfile.BadZipFile:
+        return _read_legacy_pickle(file, error)
+    with archive:
+        name = next((n for n in archive.namelist() if n.endswith("/data.pkl")), None)
+        if name is None:
+            raise error(f"{file.name} holds no state dict", found=f"{len(archive.namelist())} entries", where=file)
+        try:
+            with archive.open(name) as stream:
+                state = _HeaderUnpickler(stream).load()
+        except (pickle.UnpicklingError, ValueError, EOFError, TypeError) as problem:
+            raise error(
+                f"{file.name} is not a plain state dict",
+                expected="tensors by name and nothing else",
+                found=problem,
+                where=file,
+                next_step="save it again with torch.save(model.state_dict(), ...) or as safetensors",
+            ) from None
+    return {
+        name: TensorEntry(name, tensor.storage.dtype, tensor.shape, file)
+        for name, tensor in _tensors_of(state, file, error)
+    }
+
+
+def _tensors_of(state: object, file: Path, error: type[PortingKitError]) -> list[tuple[str, _Tensor]]:
+    if isinstance(state, dict) and set(state) == {"state_dict"}:
+        state = state["state_dict"]
+    if not isinstance(state, dict) or any(not isinstance(value, _Tensor) for value in state.values()):
+        raise error(
+            f"{file.name} is not a plain state dict", expected="tensors by name", found=type(state).__name__, where=file
+        )
+    return [(str(name), value) for name, value in state.items()]
+
+
+def _read_legacy_pickle(file: Path, error: type[PortingKitError]) -> dict[str, TensorEntry]:
+    import torch
+
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as problem:
+        raise error(
+            f"{file.name} is neither a safetensors nor a PyTorch weight file, or is damaged",
+            found=str(problem).splitlines()[0] if str(problem) else type(problem).__name__,
+            where=file,
+            next_step="download the file again, or save it as safetensors",
+        ) from None
+    return {
+        str(name): TensorEntry(str(name), str(value.dtype).removeprefix("torch."), tuple(value.shape), file)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
