@@ -94,9 +94,8 @@ def build_medusa_module(tree: SourceTree, architecture: str) -> MedusaModule:
     in_tree = _write_for_tree(tree, model.file, model.class_name, f"{imports}\n\n{classes}")
     medusa_file = model.file.with_name("medusa.py")
     models_init = tree.package / "models" / "__init__.py"
-    registered = _register_class(
-        read_source(models_init), architecture, class_name, model.file.parent.name, models_init
-    )
+    folder = model.file.parent.name
+    registered = _register_class(read_source(models_init), architecture, class_name, folder, models_init)
     changes = (
         (model.file, read_source(model.file), outcome.source),
         (medusa_file, read_source(medusa_file) if medusa_file.exists() else None, in_tree),
