@@ -7,6 +7,7 @@ in the source, without outputs. The index page says which.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 SITE = Path(__file__).resolve().parent
 ROOT = SITE.parents[1]
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # Elements that make a browser fetch something while it renders the page. A plain link (`a href`) does not.
 LOADED = re.compile(
     r"<(?:script|img|iframe|source|video|audio|embed|link)\b[^>]*?\b(?:src|href|data)\s*=\s*[\"']?((?:https?:)?//[^\s\"'>]+)",
@@ -36,15 +38,28 @@ def stage_sources(staging: Path, runs: Path) -> str:
     """Copy pages, README and notebooks into the staging folder; returns the sentence on where outputs come from."""
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    for page in [*SITE.glob("*.md"), ROOT / "README.md"]:
-        shutil.copy(page, staging)
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
     run, executed = find_complete_run(runs, [notebook.name for notebook in notebooks])
     for notebook in notebooks:
-        shutil.copy(executed.get(notebook.name, notebook), staging / notebook.name)
-    if run is None:
-        return "The notebooks are shown without outputs: no complete run was there when the site was built."
-    return f"The outputs in the notebooks are those of the run `{run.name}`."
+        text = executed.get(notebook.name, notebook).read_text(encoding="utf-8")
+        (staging / notebook.name).write_text(drop_widgets(text), encoding="utf-8")
+    outputs = "The notebooks are shown without outputs: no complete run was there when the site was built."
+    if run is not None:
+        outputs = f"The outputs in the notebooks are those of the run `{run.name}`."
+    for page in [*SITE.glob("*.md"), ROOT / "README.md"]:
+        text = page.read_text(encoding="utf-8").replace("{{ outputs }}", outputs)
+        (staging / page.name).write_text(text, encoding="utf-8")
+    return outputs
+
+
+def drop_widgets(notebook: str) -> str:
+    """The notebook without widgets: a page cannot run them, and each has a static twin beside it."""
+    document = json.loads(notebook)
+    document["metadata"].pop("widgets", None)
+    for cell in document["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"] = [output for output in cell["outputs"] if WIDGET_VIEW not in output.get("data", {})]
+    return json.dumps(document)
 
 
 def find_external_resources(folder: Path) -> list[str]:
@@ -66,7 +81,7 @@ def build_site(runs: Path, out: Path) -> int:
     staging = out.parent / f"{out.name}-source"
     outputs = stage_sources(staging, runs)
     shutil.rmtree(out, ignore_errors=True)
-    options = ["-q", "-W", "--keep-going", "-b", "html", "-c", str(SITE), "-D", f"myst_substitutions.outputs={outputs}"]
+    options = ["-q", "-W", "--keep-going", "-b", "html", "-c", str(SITE)]
     status = build_main([*options, "-d", str(out.parent / f"{out.name}-cache"), str(staging), str(out)])
     if status:
         return status

@@ -19,10 +19,7 @@ html_copy_source = False
 
 nb_execution_mode = "off"
 nb_merge_streams = True
-# Widget managers would come from another host. Each widget in the notebooks has a static twin that is always shown.
-nb_ipywidgets_js = {}
-nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json", None)]
+nb_ipywidgets_js = {}  # would come from another host; build.py drops the widgets, their static twins stay
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-myst_substitutions = {"outputs": ""}  # build.py says which run the outputs are from

@@ -1,0 +1,119 @@
+"""The site builds without warnings, takes the outputs of a complete run, and loads nothing from another host."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FIXTURE = Path(__file__).parent / "fixtures" / "keeps_the_contract.ipynb"
+
+
+@pytest.fixture(scope="module")
+def site(root):
+    """The site's build module, which lies outside the package."""
+    spec = importlib.util.spec_from_file_location("site_build", root / "notebooks" / "site" / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def project(root, tmp_path):
+    """A copy of what the site is made from, with one short notebook."""
+    (tmp_path / "notebooks").mkdir()
+    shutil.copytree(root / "notebooks" / "site", tmp_path / "notebooks" / "site")
+    shutil.copy(root / "README.md", tmp_path)
+    shutil.copy(FIXTURE, tmp_path / "notebooks" / "00_count.ipynb")
+    return tmp_path
+
+
+def write_executed(folder: Path, *outputs: dict) -> None:
+    notebook = json.loads(FIXTURE.read_text(encoding="utf-8"))
+    notebook["cells"][5].update(outputs=list(outputs), execution_count=1)
+    folder.mkdir(parents=True)
+    (folder / "00_count.ipynb").write_text(json.dumps(notebook))
+
+
+def build(project: Path) -> subprocess.CompletedProcess:
+    pytest.importorskip("myst_nb", reason="the docs extra is not installed")
+    command = [sys.executable, "notebooks/site/build.py", "--out", "build/docs"]
+    return subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=120)
+
+
+STREAM = {"output_type": "stream", "name": "stdout", "text": "three heads\n"}
+WIDGET = {
+    "output_type": "display_data",
+    "metadata": {},
+    "data": {"application/vnd.jupyter.widget-view+json": {"model_id": "a"}, "text/plain": "HBox()"},
+}
+
+
+def test_the_site_builds_with_the_outputs_of_the_run(project):
+    write_executed(project / "runs" / "demo" / "preflight", STREAM, WIDGET)
+    run = build(project)
+    assert run.returncode == 0, run.stderr
+    page = (project / "build" / "docs" / "00_count.html").read_text()
+    assert "three heads" in page
+    assert "HBox" not in page
+    assert "those of the run <code" in (project / "build" / "docs" / "index.html").read_text()
+    for needed in ("refused", "port file", "covered"):
+        assert needed in "".join(file.read_text() for file in (project / "build" / "docs").glob("*.html"))
+
+
+def test_a_page_that_loads_from_another_host_fails_the_build(site, tmp_path, monkeypatch, capsys):
+    build_module = pytest.importorskip("sphinx.cmd.build", reason="the docs extra is not installed")
+
+    def write_page(arguments: list[str]) -> int:
+        (tmp_path / "docs").mkdir()
+        (tmp_path / "docs" / "a.html").write_text("<img src='https://example.org/plot.png'>")
+        return 0
+
+    monkeypatch.setattr(build_module, "build_main", write_page)
+    assert site.build_site(tmp_path / "runs", tmp_path / "docs") == 1
+    assert "a.html: https://example.org/plot.png" in capsys.readouterr().err
+
+
+def test_a_broken_reference_fails_the_build(project):
+    page = project / "notebooks" / "site" / "index.md"
+    page.write_text(page.read_text().replace("contribute\n", "contribute\nno-such-page\n"))
+    run = build(project)
+    assert run.returncode == 1
+    assert "no-such-page" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.html", '<script async="async" src="//cdn.example.org/x.js"></script>'),
+        ("a.html", "<link rel='stylesheet' href='https://fonts.example.org/css'>"),
+        ("a.css", '@import url("https://fonts.example.org/css");'),
+        ("a.css", "src: url(//fonts.example.org/x.woff2)"),
+    ],
+)
+def test_what_a_browser_would_load_is_found(site, tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert len(site.find_external_resources(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['<a href="https://example.org">x</a>', '<img src="_static/x.png">', "<svg xmlns='http://www.w3.org/2000/svg'>"],
+)
+def test_links_and_own_files_are_left_alone(site, tmp_path, text):
+    (tmp_path / "a.html").write_text(text)
+    assert site.find_external_resources(tmp_path) == []
+
+
+def test_only_a_run_with_every_notebook_counts(site, tmp_path):
+    write_executed(tmp_path / "runs" / "half" / "preflight", STREAM)
+    found, _ = site.find_complete_run(tmp_path / "runs", ["00_count.ipynb", "01_patch.ipynb"])
+    assert found is None
+    found, files = site.find_complete_run(tmp_path / "runs", ["00_count.ipynb"])
+    assert found == tmp_path / "runs" / "half"
+    assert files == {"00_count.ipynb": tmp_path / "runs" / "half" / "preflight" / "00_count.ipynb"}
