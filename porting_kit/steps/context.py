@@ -14,7 +14,6 @@ from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.port import Port, load_port
 from porting_kit.provenance import fingerprint_path, hash_value
 from porting_kit.run_folder import RunFolder, open_run_folder
-from porting_kit.source_tree import SourceTree, open_source_tree
 
 RUNS_FOLDER = "runs"
 
@@ -46,10 +45,6 @@ class PortRun:
         if "heads" in fields:
             hashes["heads files"] = fingerprint_path(self.port.heads_path)
         return hashes
-
-    def source_tree(self) -> SourceTree:
-        """The TensorRT-LLM tree the port names; its release must be the one the port states, unless that is `auto`."""
-        return open_source_tree(self.port.source)
 
 
 def open_port_run(

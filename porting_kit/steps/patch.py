@@ -15,6 +15,7 @@ from porting_kit.errors import PatchError
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.patching import MedusaModule, build_medusa_module, write_patch
 from porting_kit.steps.context import PortRun, finish_step, running_step
+from porting_kit.steps.preflight import open_port_tree
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def patch_port(run: PortRun) -> PatchResult:
         BaseModelError: the base's config cannot be read.
     """
     with running_step(run, "patch") as watch:
-        tree = run.source_tree()
+        tree = open_port_tree(run.port)
         base = read_base_config(run.port.base_path)
         architecture = base.architecture
         try:
@@ -79,3 +80,11 @@ def _describe(module: MedusaModule, architecture: str, release: str) -> str:
     if module.outcome.status == "already_accepts":
         return f"{architecture} of TensorRT-LLM {release} already passes the arguments; {module.class_name} added"
     return f"{architecture} of TensorRT-LLM {release}: {len(module.outcome.edits)} edits, {module.class_name} added"
+
+
+def format_patch(result: PatchResult) -> str:
+    """The diff and a closing line, for a terminal."""
+    lines = [result.diff] if result.diff else []
+    lines.append(f"patch: {result.outcome.verdict.value} - {result.outcome.summary}")
+    lines += [f"  {file}" for file in (result.module_file, result.patch_file) if file is not None]
+    return "\n".join(lines)

@@ -1,0 +1,334 @@
+"""The preflight step: from headers and config alone, say whether the port can work, and what stands in its way.
+
+No weight is read and no torch imported, so the verdict comes in the first second. Enforced gates refuse (the engine
+would stop), silent gates fail (it would run and be wrong). Whether the emulator agrees is the align step's question.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from porting_kit.architectures.base_config import BaseConfig, read_base_config
+from porting_kit.conversion.config_fields import FieldRow, build_config
+from porting_kit.conversion.heads import HeadSet, read_head_set
+from porting_kit.conversion.plan import ConversionPlan, plan_conversion
+from porting_kit.conversion.tensor_source import open_tensor_source
+from porting_kit.errors import PortFileError
+from porting_kit.medusa.tree import MedusaTree, read_tree
+from porting_kit.medusa.tree_limits import check_tree, trim_tree
+from porting_kit.outcomes import StepOutcome, Verdict
+from porting_kit.port import Port
+from porting_kit.releases.facts import find_release_facts
+from porting_kit.releases.kernels import GateResult, KernelProfile, evaluate_gates, kernel_profile
+from porting_kit.releases.pinning import Pin, pin_release
+from porting_kit.releases.port_gates import (
+    batch_gate,
+    dtype_gate,
+    length_gate,
+    pipeline_parallel_gate,
+    position_gate,
+    tensor_parallel_gate,
+    tree_gate,
+    vocabulary_gate,
+)
+from porting_kit.releases.resources import (
+    DTYPE_BYTES,
+    count_parameters,
+    disk_gate,
+    estimate_memory,
+    kv_bytes_per_token,
+    memory_gate,
+)
+from porting_kit.releases.shape import AttentionShape, attention_shape
+from porting_kit.source_tree import SourceTree, open_source_tree
+from porting_kit.steps.context import PortRun, finish_step, open_port_run, running_step
+
+MAX_DRAFT_LEN = 63
+STOCK_TREE = "mc_sim_7b_63"
+
+
+@dataclass(frozen=True)
+class PreflightResult:
+    """What preflight found.
+
+    Args:
+        outcome: the verdict; `refused` for an enforced gate, `fail` for a silent one.
+        gates: every gate in order, kernels first.
+        base: the base's normalised config.
+        heads: what the heads' headers say.
+        tree: the tree of the port, trimmed to the heads when the port leaves it to us.
+        plan: the conversion as it would be done.
+        field_table: the config fields the checkpoint would get.
+        shape: the attention shape the gates judged.
+        target_release: the release whose kernels were judged, None when the port names none.
+        pin: which release to build with, and why.
+    """
+
+    outcome: StepOutcome
+    gates: tuple[GateResult, ...]
+    base: BaseConfig
+    heads: HeadSet
+    tree: MedusaTree
+    plan: ConversionPlan
+    field_table: tuple[FieldRow, ...]
+    shape: AttentionShape
+    target_release: str | None
+    pin: Pin
+
+    def document(self) -> dict[str, Any]:
+        """The `--json` document."""
+        return {**self.outcome.as_dict(), "gates": [gate.as_dict() for gate in self.gates]}
+
+
+def check_port_file(
+    port_file: Path, *, run_folder: Path | None = None, overrides: Mapping[str, Any] | None = None
+) -> PreflightResult:
+    """Preflight of a port file. Writes an outcome only into a run folder that was asked for."""
+    if run_folder is not None:
+        return preflight_port(open_port_run(port_file, run_folder=run_folder, overrides=overrides))
+    from porting_kit.port import load_port
+
+    return check_port(load_port(port_file, overrides))
+
+
+def preflight_port(run: PortRun) -> PreflightResult:
+    """Preflight of a run: the same check, with its outcome written into the run folder."""
+    from dataclasses import replace
+
+    with running_step(run, "preflight") as watch:
+        result = check_port(run.port)
+        return replace(result, outcome=finish_step(run, result.outcome, watch))
+
+
+def check_port(port: Port) -> PreflightResult:
+    """Evaluate every gate of a port; writes nothing.
+
+    Raises:
+        PortFileError, SourceTreeError, BaseModelError, HeadsError, TreeError, ConversionError: unusable input.
+    """
+    source_tree = open_port_tree(port)
+    source = open_tensor_source(port.base_path)
+    base = read_base_config(port.base_path, source.names())
+    heads = read_port_heads(port, base)
+    plan = plan_conversion(
+        base, source, tp_size=1, pp_size=1, dtype=port.dtype, heads=heads
+    )  # ranks are a gate below, with the sizes that would work, not an error here
+    base = plan.base
+    base.require_supported()
+    source_tree.find_model(base.architecture)
+    tree = read_port_tree(port, heads)
+    _, field_table = build_config(base, dtype=port.dtype, heads=heads, max_draft_len=MAX_DRAFT_LEN)
+
+    profile = target_profile(port, source_tree)
+    shape = attention_shape(base, port.target, dtype=port.dtype, positions_in_graph=True)
+    gates = (
+        *evaluate_gates(shape, profile),
+        *_port_gates(port, base, heads, tree, profile),
+        *_resource_gates(port, base, heads, tree, plan),
+    )
+    pin = pin_release(shape)
+    return PreflightResult(
+        outcome=_judge(gates, profile, pin),
+        gates=gates,
+        base=base,
+        heads=heads,
+        tree=tree,
+        plan=plan,
+        field_table=field_table,
+        shape=shape,
+        target_release=profile.release,
+        pin=pin,
+    )
+
+
+def open_port_tree(port: Port) -> SourceTree:
+    """The port's source tree, whose release must be the one the port states.
+
+    Raises:
+        SourceTreeError: no such tree.
+        PortFileError: the port states another release than the tree has.
+    """
+    tree = open_source_tree(port.source)
+    stated = port.trtllm.release
+    if stated != "auto" and tree.kind != "bundled" and stated != tree.release:
+        raise PortFileError(
+            "the port file and the source tree disagree about the release",
+            expected=f"trtllm.release: {stated}",
+            found=f"the tree says {tree.release}",
+            where=tree.root,
+            next_step="name the tree of the stated release, or write release: auto",
+        )
+    return tree
+
+
+def target_profile(port: Port, tree: SourceTree) -> KernelProfile:
+    """The kernels the engine will run on: those the port names, otherwise those of the tree's release.
+
+    The bundled definitions belong to no release, so a port that names none has no kernel gates.
+    """
+    if port.kernel.startswith("release:"):
+        return kernel_profile(port.kernel)
+    if port.trtllm.release != "auto":
+        return kernel_profile(f"release:{port.trtllm.release}")
+    return kernel_profile("exact") if tree.kind == "bundled" else kernel_profile(f"release:{tree.release}")
+
+
+def read_port_heads(port: Port, base: BaseConfig, *, check_values: bool = False) -> HeadSet:
+    """The heads the port names, checked against the base's sizes.
+
+    Raises:
+        HeadsError: see `read_head_set`; or base and heads are swapped.
+    """
+    heads = read_head_set(port.heads_path, use=port.heads.use, check_values=check_values)
+    heads.check_against(base)
+    return heads
+
+
+def read_port_tree(port: Port, heads: HeadSet) -> MedusaTree:
+    """The port's tree. `auto` is the stock tree, trimmed to the heads in use; any other is used as it is.
+
+    Raises:
+        TreeError: not a usable tree, or deeper than the heads.
+    """
+    if port.tree == "auto":
+        return trim_tree(read_tree(STOCK_TREE), num_heads=heads.num_heads, max_draft_len=MAX_DRAFT_LEN)
+    spec = port.tree
+    if isinstance(spec, str) and (port.folder / spec).is_file():
+        spec = str(port.folder / spec)
+    tree = read_tree(spec)
+    check_tree(tree, num_heads=heads.num_heads, max_draft_len=MAX_DRAFT_LEN)
+    return tree
+
+
+def refuse_unfinished_fit(port: Port, base: BaseConfig) -> None:
+    """Kernel fit by name, or a fit that `auto` would need, is not part of this version; never ignore the wish.
+
+    Raises:
+        PortFileError: the port asks for a transform.
+    """
+    if isinstance(port.fit, list) and port.fit:
+        raise PortFileError(
+            "this version has no kernel fit",
+            expected="fit: off",
+            found=f"fit: {port.fit} for {base.architecture}",
+            next_step="remove the fit; preflight says what each gate needs",
+        )
+
+
+def _port_gates(
+    port: Port, base: BaseConfig, heads: HeadSet, tree: MedusaTree, profile: KernelProfile
+) -> tuple[GateResult, ...]:
+    target = port.target
+    gates = [
+        tensor_parallel_gate(
+            tp_size=target.tp_size,
+            query_heads=base.num_heads,
+            kv_heads=base.num_kv_heads,
+            intermediate_size=base.intermediate_size,
+        ),
+        pipeline_parallel_gate(pp_size=target.pp_size, num_layers=base.num_layers),
+        vocabulary_gate(vocab_size=base.vocab_size, tp_size=target.tp_size, head_rows=heads.vocab_size),
+        tree_gate(num_drafts=tree.num_drafts, depth=tree.depth, num_heads=heads.num_heads, max_draft_len=MAX_DRAFT_LEN),
+        dtype_gate(source_dtype=base.dtype, dtype=port.dtype),
+        length_gate(
+            max_seq_len=target.max_seq_len,
+            max_input_len=target.max_input_len,
+            max_positions=base.max_positions,
+            position_kind=base.position_kind,
+            scaling_factor=float((base.rope_scaling or {}).get("factor") or 1.0),
+        ),
+    ]
+    if profile.release is not None:
+        facts = find_release_facts(profile.release)
+        gates += [
+            position_gate(
+                position_kind=base.position_kind,
+                rope_scaling=base.rope_scaling,
+                facts=facts,
+                release=profile.release,
+            ),
+            batch_gate(max_batch_size=target.max_batch_size, release=profile.release, facts=facts),
+        ]
+    return tuple(gates)
+
+
+def _resource_gates(
+    port: Port, base: BaseConfig, heads: HeadSet, tree: MedusaTree, plan: ConversionPlan
+) -> tuple[GateResult, ...]:
+    target = port.target
+    parameters = count_parameters(piece.shape for planned in plan.tensors for piece in planned.pieces)
+    cache_dtype = port.dtype if target.kv_cache_type == "auto" else target.kv_cache_type
+    estimate = estimate_memory(
+        parameters=parameters,
+        dtype=port.dtype,
+        kv_token_bytes=kv_bytes_per_token(
+            num_layers=base.num_layers,
+            kv_heads=base.num_kv_heads,
+            head_size=base.head_size,
+            cache_dtype=cache_dtype,
+            tp_size=target.tp_size,
+            pp_size=target.pp_size,
+        ),
+        max_batch_size=target.max_batch_size,
+        max_seq_len=target.max_seq_len,
+        num_nodes=tree.num_nodes,
+        num_heads=heads.num_heads,
+        vocab_size=base.vocab_size,
+        hidden_size=base.hidden_size,
+        intermediate_size=base.intermediate_size,
+        max_num_tokens=max(target.max_input_len, target.max_batch_size * tree.num_nodes),
+        tokens_per_block=target.tokens_per_block,
+        tp_size=target.tp_size,
+        pp_size=target.pp_size,
+    )
+    free = shutil.disk_usage(Path.cwd()).free
+    return (
+        memory_gate(estimate, card_bytes=None),
+        disk_gate(weight_bytes=parameters * DTYPE_BYTES[port.dtype], free_bytes=free),
+    )
+
+
+def _judge(gates: tuple[GateResult, ...], profile: KernelProfile, pin: Pin) -> StepOutcome:
+    refused = [gate for gate in gates if gate.verdict == "refused"]
+    silent = [gate for gate in gates if gate.verdict == "silent" and gate.name not in ADVISORY_GATES]
+    worst = (refused or silent or [None])[0]
+    where = f"TensorRT-LLM {profile.release}" if profile.release else "no release named, kernel gates not judged"
+    figures: dict[str, Any] = {
+        "target_release": profile.release,
+        "gates_passed": sum(gate.verdict == "pass" for gate in gates),
+        "gates_refused": [gate.name for gate in refused],
+        "gates_silent": [gate.name for gate in gates if gate.verdict == "silent"],
+        "pin": pin.candidate.facts.name,
+        "pin_reason": pin.reason,
+    }
+    if worst is None:
+        return StepOutcome("preflight", Verdict.PASS, f"{len(gates)} gates pass ({where})", figures=figures)
+    verdict = Verdict.REFUSED if refused else Verdict.FAIL
+    figures["next_step"] = worst.remedy
+    summary = f"{worst.name}: {worst.value} ({where}); {worst.effect}"
+    return StepOutcome("preflight", verdict, summary, figures=figures, failing_gate=worst.name)
+
+
+ADVISORY_GATES = ("dtype", "lengths", "batch", "pipeline parallel")
+"""Silent gates that warn: what they say may or may not happen, and the align step can tell."""
+
+
+def format_preflight(result: PreflightResult) -> str:
+    """One table for a terminal: gate, value, verdict, remedy."""
+    rows = [("gate", "value", "verdict", "remedy")]
+    rows += [(gate.name, gate.value, gate.verdict, gate.remedy or "") for gate in result.gates]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    widths[1] = min(widths[1], 48)
+    lines = [
+        f"{row[0]:<{widths[0]}}  {row[1][: widths[1]]:<{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]}".rstrip()
+        for row in rows
+    ]
+    for warning in result.heads.warnings:
+        lines.append(f"warning: {warning}")
+    lines.append(f"release to build with: {result.pin.reason}")
+    lines.append(f"preflight: {result.outcome.verdict.value} - {result.outcome.summary}")
+    return "\n".join(lines)
