@@ -291,8 +291,8 @@ def batch_gate(*, max_batch_size: int, release: str, facts: ReleaseFacts) -> Gat
         str(max_batch_size),
         "silent",
         "1 in early releases",
-        effect=f"in {release} Medusa runs in the Python session only, where more than one sequence has been reported to "
-        "end in illegal memory access",
+        effect=f"in {release} Medusa runs in the Python session only, where more than one sequence has been reported "
+        "to end in illegal memory access",
         remedy="check batch 1, 2 and the largest with unequal prompts, or use 0.11 or later",
         source=source,
     )
