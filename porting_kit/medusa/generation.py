@@ -22,16 +22,23 @@ class TokenOrigins:
         depth: int64, the depth of the tree node whose logits chose the token: -1 context, 0 root.
         head: int64, the head that had proposed the token, counted from 0; -1 for the context's token and for the bonus
             token, the base's own choice after the last confirmed draft.
+        node: int64, the tree node whose logits chose the token: the nodes of one step are its accepted path.
     """
 
     step: torch.Tensor
     depth: torch.Tensor
     head: torch.Tensor
+    node: torch.Tensor
 
     def phase(self, position: int) -> str:
         """`context`, `root` or `depth d`: which computation chose the token."""
         depth = int(self.depth[position])
         return {CONTEXT_DEPTH: "context", 0: "root"}.get(depth, f"depth {depth}")
+
+    def accepted_paths(self) -> list[list[int]]:
+        """Node indices of each generation step's accepted path, the root first, cut where the text ends."""
+        steps = self.step[-1].item() if len(self.step) else 0
+        return [self.node[self.step == step].tolist() for step in range(1, int(steps) + 1)]
 
     def proposer(self, position: int) -> str:
         """`head h`, or `base` for a token that no head had proposed (context and bonus)."""
@@ -102,7 +109,7 @@ class StepLog:
         self.vocab_size = vocab_size
         self.keep_margins = keep_margins
         self.keep_logits = keep_logits
-        self.steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.steps: list[tuple[torch.Tensor, Acceptance, torch.Tensor]] = []
         self.margins: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
 
@@ -115,7 +122,7 @@ class StepLog:
             emitted: int64 [b], how many of those tokens count; 0 for a request that had ended.
             logits: [b, N, Vp].
         """
-        self.steps.append((requests, accepted.tokens, accepted.lengths, emitted))
+        self.steps.append((requests, accepted, emitted))
         if self.keep_margins or self.keep_logits:
             rows = accepted.rows.clamp(min=0)
             chosen = logits[torch.arange(len(rows), device=rows.device)[:, None], rows, : self.vocab_size]
@@ -128,20 +135,21 @@ class StepLog:
     def finish(self, end_ids: Sequence[int], *, seconds: float) -> Generation:
         """Sort everything by request; called once."""
         shape = (len(self.steps), self.batch_size)
-        tokens = torch.full((*shape, self.width), PADDING)
+        tokens, nodes = torch.full((*shape, self.width), PADDING), torch.full((*shape, self.width), PADDING)
         emitted, accepted = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
         row_of = torch.zeros(shape, dtype=torch.long)
-        for step, (requests, step_tokens, lengths, counts) in enumerate(self.steps):
+        for step, (requests, confirmed, counts) in enumerate(self.steps):
             requests = requests.cpu()
-            tokens[step, requests, : step_tokens.shape[1]] = step_tokens.cpu()
-            accepted[step, requests], emitted[step, requests] = lengths.cpu(), counts.cpu()
+            tokens[step, requests, : confirmed.tokens.shape[1]] = confirmed.tokens.cpu()
+            nodes[step, requests, : confirmed.rows.shape[1]] = confirmed.rows.cpu()
+            accepted[step, requests], emitted[step, requests] = confirmed.lengths.cpu(), counts.cpu()
             row_of[step, requests] = torch.arange(len(requests))
         slot = torch.arange(self.width)
         valid = slot < emitted[..., None]  # [steps, B, A]
         request_tokens = [tokens[:, b][valid[:, b]].tolist() for b in range(self.batch_size)]
         return Generation(
             tokens=request_tokens,
-            origins=[_origins(valid[:, b], accepted[:, b]) for b in range(self.batch_size)],
+            origins=[_origins(valid[:, b], accepted[:, b], nodes[:, b]) for b in range(self.batch_size)],
             accepted_lengths=[accepted[1:, b][emitted[1:, b] > 0].tolist() for b in range(self.batch_size)],
             ended_by=[row[-1] if row[-1] in end_ids else None for row in request_tokens],
             seconds=seconds,
@@ -159,10 +167,10 @@ class StepLog:
         ]
 
 
-def _origins(valid: torch.Tensor, accepted: torch.Tensor) -> TokenOrigins:
-    """Origins of one request's tokens from bool [steps, A] and int64 [steps]."""
+def _origins(valid: torch.Tensor, accepted: torch.Tensor, nodes: torch.Tensor) -> TokenOrigins:
+    """Origins of one request's tokens from bool [steps, A], int64 [steps] and int64 [steps, A]."""
     step, slot = valid.nonzero(as_tuple=True)
     in_context = step == 0
     depth = torch.where(in_context, CONTEXT_DEPTH, slot)
     proposed = ~in_context & (slot < accepted[step] - 1)
-    return TokenOrigins(step=step, depth=depth, head=torch.where(proposed, slot, NO_HEAD))
+    return TokenOrigins(step=step, depth=depth, head=torch.where(proposed, slot, NO_HEAD), node=nodes[valid])

@@ -111,6 +111,18 @@ def test_origins_name_the_node_and_the_head(fitted, prompts):
         assert position == NEW_TOKENS
 
 
+def test_accepted_paths_are_paths_of_the_tree(fitted, prompts):
+    tree = read_tree("small_3")
+    generation = generate_medusa(fitted, tree, prompts, NEW_TOKENS)
+    for origins, lengths in zip(generation.origins, generation.accepted_lengths, strict=True):
+        paths = origins.accepted_paths()
+        assert [len(path) for path in paths[:-1]] == lengths[:-1]
+        for path in paths:
+            assert path[0] == 0
+            assert [tree.parents[node] for node in path[1:]] == path[:-1]
+        assert max(map(max, paths)) > 0
+
+
 def test_margins_and_logits_belong_to_the_tokens(fitted, prompts):
     generation = generate_medusa(fitted, read_tree("small_3"), prompts, NEW_TOKENS, keep_margins=True, keep_logits=True)
     for row, margins, logits in zip(generation.tokens, generation.margins, generation.logits, strict=True):
