@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,11 +189,6 @@ def format_plain(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any
             ]
             lines.append("  ".join(padded).rstrip())
     return "\n".join([*lines, remark] if remark else lines)
-
-
-def mapping_table(mapping: Mapping[str, Any], title: str = "") -> Facts:
-    """Any flat mapping as facts."""
-    return Facts(list(mapping.items()), title=title)
 
 
 def _cell_text(cell: Any) -> str:

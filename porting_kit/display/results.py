@@ -1,0 +1,141 @@
+"""The steps' results as tables: gates, config fields, the account of tensors, texts, the steps of a run.
+
+Every function takes the result's own rows or their JSON form alike, so that a notebook shows the object in hand and
+the report shows the same table read back from the run folder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from porting_kit.display.tables import Code, Facts, Table, VerdictMark
+from porting_kit.outcomes import Coverage, StepOutcome, Verdict, not_covered
+
+LONG_VALUE = 60
+
+
+def outcome_facts(outcome: StepOutcome) -> Facts:
+    """One step's outcome: verdict, what it covered and what it did not."""
+    pairs: list[tuple[str, Any]] = [("verdict", VerdictMark(outcome.verdict.value)), ("result", outcome.summary)]
+    if outcome.failing_gate:
+        pairs.append(("failing gate", outcome.failing_gate))
+    if outcome.covered:
+        pairs += [
+            ("covered", [item.value for item in outcome.covered]),
+            ("not covered", [item.value for item in not_covered(outcome.covered)]),
+        ]
+    return Facts([*pairs, ("seconds", round(outcome.seconds, 1))], title=f"Step {outcome.step}")
+
+
+def coverage_table(covered: Sequence[Coverage], reasons: Mapping[str, str] | None = None) -> Table:
+    """What the verdict covered, of everything it could."""
+    reasons = reasons or {}
+    rows = [(item.value, "covered" if item in covered else "not covered", reasons.get(item.value)) for item in Coverage]
+    columns = ("part", "this verdict", "why") if reasons else ("part", "this verdict")
+    return Table(columns, [row[: len(columns)] for row in rows])
+
+
+def steps_table(outcomes: Mapping[str, StepOutcome], expected: Sequence[str] = ()) -> Table:
+    """One row a step; those that have not run are listed as such."""
+    rows = [
+        (step, VerdictMark(item.verdict.value), item.summary, round(item.seconds, 1)) for step, item in outcomes.items()
+    ]
+    rows += [(step, VerdictMark(Verdict.NOT_RUN.value), "", None) for step in expected if step not in outcomes]
+    return Table(("step", "verdict", "result", "seconds"), rows)
+
+
+def gates_table(gates: Iterable[Any], *, title: str = "Gates of the release and the card") -> Table:
+    """Preflight's gates: those that need something come first."""
+    order = {"refused": 0, "silent": 1, "mended": 2, "pass": 3}
+    rows = sorted((_as_dict(gate) for gate in gates), key=lambda gate: order.get(gate["verdict"], 0))
+    columns = ("gate", "this model", "wanted", "verdict", "what to do", "read in")
+    cells = [
+        (
+            gate["name"],
+            _shorten(gate["value"]),
+            gate.get("expected") or None,
+            VerdictMark(gate["verdict"]),
+            gate.get("remedy"),
+            gate.get("source") or None,
+        )
+        for gate in rows
+    ]
+    return Table(columns, cells, title=title)
+
+
+def field_table(rows: Iterable[Any], *, title: str = "Config fields") -> Table:
+    """Where each field of the checkpoint's config came from. Dropped ones come first, then the defaulted ones."""
+    order = {"dropped": 0, "defaulted": 1, "derived": 2, "kept": 3}
+    fields = sorted((_as_dict(row) for row in rows), key=lambda row: order.get(row["kind"], 0))
+    cells = [
+        (
+            Code(str(row["source"])) if row["source"] else None,
+            Code(str(row["target"])) if row["target"] else None,
+            Code(_shorten(row["value"])),
+            row["kind"],
+            row.get("note") or "",
+        )
+        for row in fields
+    ]
+    counts = Counter(row["kind"] for row in fields)
+    note = ", ".join(f"{counts[kind]} {kind}" for kind in order if counts[kind])
+    return Table(("source field", "checkpoint field", "value", "how", "note"), cells, title=title, note=note)
+
+
+def accounting_table(sources: Iterable[Any], targets: Iterable[Any]) -> Table:
+    """Both sides of the account: how many tensors, and that none is left over."""
+    sources, targets = [_as_dict(item) for item in sources], [_as_dict(item) for item in targets]
+    dropped = [item for item in sources if not item["targets"]]
+    origins = Counter(item["origin"] for item in targets)
+    rows = [
+        ("source tensors used", len(sources) - len(dropped), ""),
+        ("source tensors dropped", len(dropped), "; ".join(sorted({item["reason"] for item in dropped}))),
+        *((f"target tensors from {origin}", count, _ORIGINS.get(origin, "")) for origin, count in origins.items()),
+    ]
+    return Table(("tensors", "count", "why"), rows, title="Account of tensors", note="Every tensor is in one row.")
+
+
+_ORIGINS = {
+    "base": "rules of the model's family",
+    "heads": "the heads' files",
+    "tied": "the embedding stands in for the output matrix",
+    "copied": "the base's output matrix, which these heads share",
+    "zeros": "the base has no such tensor and the runtime wants one",
+}
+
+
+def tensor_table(targets: Iterable[Any], *, limit: int | None = 12) -> Table:
+    """Where each target tensor came from."""
+    rows = []
+    for item in map(_as_dict, targets):
+        shapes = [tuple(shape) for shape in item["shapes"]]
+        ranks = f" on each of {len(shapes)} ranks" if len(shapes) > 1 else ""
+        rows.append(
+            (
+                Code(item["name"]),
+                Code(", ".join(item["sources"]) or "none"),
+                ", ".join(item["operations"]) or "copied",
+                f"{' × '.join(map(str, shapes[0]))}{ranks}" if shapes else None,
+                item["dtype"],
+            )
+        )
+    return Table(("target", "from", "operations", "shape", "dtype"), rows, title="Tensors", limit=limit)
+
+
+def mapping_facts(mapping: Mapping[str, Any], title: str = "", note: str = "") -> Facts:
+    """Flat figures as name and value."""
+    return Facts([(name, _shorten(value)) for name, value in mapping.items()], title=title, note=note)
+
+
+def _as_dict(row: Any) -> Mapping[str, Any]:
+    if isinstance(row, Mapping):
+        return row
+    return asdict(row) if is_dataclass(row) else row.as_dict()
+
+
+def _shorten(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= LONG_VALUE else f"{text[: LONG_VALUE - 2]} …"
