@@ -148,7 +148,8 @@ def make_imports_absolute(source: str, package: str) -> str:
         if isinstance(node, ast.ImportFrom) and node.level:
             origin = ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
             line = lines[node.lineno - 1]
-            lines[node.lineno - 1] = re.sub(r"\bfrom\s+\.+\s*[\w.]*", f"from {origin}", line, count=1)
+            written = r"\bfrom\s+\.+" + (rf"\s*{re.escape(node.module)}" if node.module else "")
+            lines[node.lineno - 1] = re.sub(written, f"from {origin}", line, count=1)
     return "".join(lines)
 
 
@@ -187,8 +188,8 @@ def _input_style(tree: SourceTree) -> dict[str, bool]:
 
 
 def _require_usable(source: str, tree: SourceTree, file: Path) -> None:
-    left = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.level]
     drops = find_dropped_arguments(source, tree.spec_arguments, str(file))
+    left = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.level]
     if left or drops:
         raise PatchError(
             "the Medusa module is not usable",
