@@ -1,0 +1,122 @@
+"""The gates of an alignment: each turns figures into pass or fail, with the sentence that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from porting_kit.alignment.comparison import DecodeRun, RunDifference, compare_runs
+from porting_kit.alignment.head_oracle import PredictedAcceptance
+from porting_kit.alignment.noise import LogitsNoise
+from porting_kit.alignment.oracle import JudgedText, Status
+from porting_kit.alignment.result import ApproximateFit, Gate
+from porting_kit.outcomes import Verdict
+
+ERROR_FACTOR = 10.0
+"""Logit errors up to this many times the measured noise pass: kernels round at other points than Hugging Face does."""
+
+HEAD_AGREEMENT = 0.9
+"""Share of steps that must accept what the heads predict; ranks of nearly equal candidates may swap."""
+
+
+def judge_tokens(texts: Sequence[JudgedText]) -> Gate:
+    """No emitted token may be worse than a near-tie, and no text may stop without a reason."""
+    wrong = [(index, text.positions(Status.WRONG)) for index, text in enumerate(texts) if text.positions(Status.WRONG)]
+    early = [index for index, text in enumerate(texts) if text.stopped_early]
+    ties = sum(len(text.positions(Status.NEAR_TIE)) for text in texts)
+    total = sum(len(text.tokens) for text in texts)
+    if wrong:
+        prompt, positions = wrong[0]
+        found = texts[prompt].describe_position(positions[0])
+        count = sum(len(row) for _, row in wrong)
+        return Gate(
+            "tokens",
+            False,
+            f"{count} of {total} tokens are wrong; first in prompt {prompt} at position {positions[0]}: emitted "
+            f"{found['emitted']}, the base prefers {found['preferred']} by {-found['margin']:.4g} logits",
+        )
+    if early:
+        return Gate(
+            "tokens", False, f"prompt {early[0]} stopped after {len(texts[early[0]].tokens)} tokens without end"
+        )
+    return Gate("tokens", True, f"all {total} tokens are the base's best, {ties} of them near-ties")
+
+
+def judge_logits(noise: LogitsNoise, context_error: float | None, tree_error: float | None) -> Gate:
+    """Logit errors beyond what the dtype explains are a fault even where no token changes yet."""
+    bound = ERROR_FACTOR * noise.relative_error
+    errors = {"context": context_error, "generation": tree_error}
+    known = {name: error for name, error in errors.items() if error is not None}
+    if not known:
+        return Gate("logits", None, "no logits to compare")
+    text = ", ".join(f"{name} {error:.2e}" for name, error in known.items())
+    return Gate(
+        "logits", all(error <= bound for error in known.values()), f"{text} of the largest logit, bound {bound:.2e}"
+    )
+
+
+def judge_heads(predicted: PredictedAcceptance | None, accepted: Sequence[Sequence[int]]) -> list[Gate]:
+    """Steps must accept what the heads themselves predict."""
+    if predicted is None:
+        return []
+    equal, total = predicted.compare(accepted)
+    passed = total == 0 or equal >= HEAD_AGREEMENT * total
+    return [Gate("heads", passed, f"{equal} of {total} steps accepted what the heads predict")]
+
+
+def judge_fit(fit: ApproximateFit | None) -> list[Gate]:
+    """A fitted base must lie within its bounds of the original."""
+    if fit is None:
+        return []
+    return [
+        Gate(
+            "fit",
+            fit.passed,
+            f"fitted base and original agree on {fit.near_tie_agreement:.1%} of positions, worst margin "
+            f"{fit.largest_margin:.3g} logits, mean divergence {fit.mean_divergence:.2e} nats",
+        )
+    ]
+
+
+def summarise(gates: Sequence[Gate], texts: Sequence[JudgedText], fit: ApproximateFit | None) -> str:
+    """One sentence for the whole alignment."""
+    failed = [gate for gate in gates if gate.passed is False]
+    if failed:
+        return f"fail at {', '.join(gate.name for gate in failed)}: {failed[0].detail}"
+    total = sum(len(text.tokens) for text in texts)
+    ties = sum(len(text.positions(Status.NEAR_TIE)) for text in texts)
+    verdict = "pass" if fit is None else "pass, approximate fit"
+    return f"{verdict}: all {total} tokens are the base's own, {ties} of them near-ties within measured noise"
+
+
+def compare_all(runs: Sequence[DecodeRun], main: DecodeRun, judged: Mapping[str, Sequence[JudgedText]]) -> list[Gate]:
+    """Main run against greedy, against other batch sizes, against itself once more."""
+    kinds: dict[str, list[DecodeRun]] = {"medusa equals greedy": [], "batches": [], "repeat": []}
+    for run in runs:
+        if run.name != main.name:
+            kind = "repeat" if run.name == "repeat" else ("medusa equals greedy" if run.name == "greedy" else "batches")
+            kinds[kind].append(run)
+    gates = []
+    for kind, others in kinds.items():
+        if others:
+            pairs = [compare_runs((main.name, run.name), judged[main.name], judged[run.name]) for run in others]
+            gates.append(_comparison_gate(kind, [run.name for run in others], [d for found in pairs for d in found]))
+    return gates
+
+
+def _comparison_gate(name: str, runs: Sequence[str], differences: Sequence[RunDifference]) -> Gate:
+    real = [difference for difference in differences if not difference.is_near_tie]
+    if not real:
+        ties = f", {len(differences)} near-ties apart" if differences else ""
+        return Gate(name, True, f"same tokens as {', '.join(runs)}{ties}")
+    first = real[0]
+    return Gate(
+        name,
+        False,
+        f"{len(real)} texts differ; first {' against '.join(first.runs)}, prompt {first.prompt}, position "
+        f"{first.position}: {first.tokens[0]} against {first.tokens[1]}",
+    )
+
+
+def decide_verdict(gates: Sequence[Gate]) -> Verdict:
+    """Fail when any gate failed; a gate that could not be run does not count."""
+    return Verdict.FAIL if any(gate.passed is False for gate in gates) else Verdict.PASS

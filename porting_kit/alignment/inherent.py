@@ -1,0 +1,114 @@
+"""Differences between TensorRT-LLM and Hugging Face that no port can remove, kept apart from faults.
+
+Where it can be done the reference is made to compute what the library computes, and the port is judged against that;
+how far the two references lie apart is reported. What cannot be matched is listed as such.
+Source of the table of differences: `architectures.family.Difference`, one entry per family with its upstream file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from porting_kit.alignment.noise import measure_error
+from porting_kit.alignment.reference import Reference
+
+TANH_GELU = "gelu_pytorch_tanh"
+_NORM_EPS_NAMES = ("eps", "variance_epsilon")
+
+
+class KnownDifference(Protocol):
+    """`architectures.family.Difference`, as far as it matters here."""
+
+    name: str
+    effect: str
+    source: str
+    reference: Any
+
+
+@dataclass(frozen=True)
+class InherentDifference:
+    """One difference on this model.
+
+    Args:
+        name, effect, source: from the family's table.
+        matched: the reference was made to compute what the library computes.
+        logit_error: how far that moved the logits, over the largest; None when not matched.
+    """
+
+    name: str
+    effect: str
+    source: str
+    matched: bool
+    logit_error: float | None = None
+
+
+@contextlib.contextmanager
+def matched_to_library(reference: Reference, differences: Sequence[KnownDifference]) -> Iterator[None]:
+    """While open, the reference computes what the library computes, for every difference that can be matched."""
+    restore = [undo for difference in differences for undo in _match(reference.model, difference)]
+    try:
+        yield
+    finally:
+        for undo in reversed(restore):
+            undo()
+
+
+def measure_inherent(
+    reference: Reference, differences: Sequence[KnownDifference], texts: Sequence[Sequence[int]]
+) -> list[InherentDifference]:
+    """How far each difference moves the base's own logits on these texts."""
+    plain = reference.logits(texts) if differences else []
+    found = []
+    for difference in differences:
+        undo = _match(reference.model, difference)
+        error = measure_error(plain, reference, texts) if undo else None
+        for step in reversed(undo):
+            step()
+        found.append(InherentDifference(difference.name, difference.effect, difference.source, bool(undo), error))
+    return found
+
+
+def _match(model: nn.Module, difference: KnownDifference) -> list[Callable[[], None]]:
+    """Change the model in place; returns what undoes it, empty when nothing in it is affected or it cannot be done."""
+    wanted = dict(difference.reference)
+    if wanted.get("hidden_act") == TANH_GELU:
+        return _replace_modules(model, _is_erf_gelu, lambda: nn.GELU(approximate="tanh"))
+    if "norm_eps" in wanted:
+        return _set_norm_eps(model, float(wanted["norm_eps"]))
+    return []
+
+
+def _is_erf_gelu(module: nn.Module) -> bool:
+    if isinstance(module, nn.GELU):
+        return module.approximate == "none"
+    return type(module).__name__ == "GELUActivation"
+
+
+def _replace_modules(
+    model: nn.Module, chosen: Callable[[nn.Module], bool], make: Callable[[], nn.Module]
+) -> list[Callable[[], None]]:
+    undo: list[Callable[[], None]] = []
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if chosen(child):
+                setattr(parent, name, make())
+                undo.append(lambda parent=parent, name=name, child=child: setattr(parent, name, child))
+    return undo
+
+
+def _set_norm_eps(model: nn.Module, eps: float) -> list[Callable[[], None]]:
+    undo: list[Callable[[], None]] = []
+    for module in model.modules():
+        for attribute in _NORM_EPS_NAMES:
+            own = getattr(module, attribute, None)
+            is_norm = isinstance(getattr(module, "weight", None), torch.Tensor) and isinstance(own, float)
+            if is_norm and own != eps:
+                setattr(module, attribute, eps)
+                undo.append(lambda module=module, attribute=attribute, own=own: setattr(module, attribute, own))
+    return undo

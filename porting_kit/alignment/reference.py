@@ -1,0 +1,299 @@
+"""The base model as Hugging Face computes it: loading it safely, its greedy settings, its logits.
+
+Nothing is downloaded (`local_files_only`) and no code from the model folder runs unless that is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from porting_kit.errors import BaseModelError, EnvironmentMissing
+
+GREEDY_SETTINGS: dict[str, Any] = {
+    "do_sample": False,
+    "num_beams": 1,
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_new_tokens": 0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}
+"""What both sides run with, whatever the model's generation config says."""
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "temperature": (1.0,),
+    "top_k": (0, 50),  # 50 is transformers' own default and has no effect without sampling
+    "top_p": (1.0,),
+    "repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "min_new_tokens": (0,),
+}
+
+_SDPA_ONLY = {"falcon": "transformers' eager Falcon attention adds the ALiBi bias twice (modeling_falcon.py, 5.24)"}
+
+
+class LogitsSource(Protocol):
+    """Anything that judges tokens: next-token logits at every position of given texts."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+
+    def logits(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """float [S, V] per text, padding columns removed."""
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """The settings that both sides of a comparison run with.
+
+    Args:
+        effective: name -> value in force.
+        overridden: name -> value that the model's own files asked for and that is not used.
+        end_ids: every id that ends a text, from config, generation config and tokenizer.
+        end_id_sources: id -> the files that name it.
+    """
+
+    effective: dict[str, Any]
+    overridden: dict[str, Any]
+    end_ids: tuple[int, ...]
+    end_id_sources: dict[int, tuple[str, ...]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        sources = {str(end_id): list(names) for end_id, names in self.end_id_sources.items()}
+        return {**vars(self), "end_ids": list(self.end_ids), "end_id_sources": sources}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A Hugging Face causal model in evaluation mode.
+
+    Args:
+        model: the model; run with `logits`.
+        settings: the greedy settings.
+        tokenizer: None when the folder has none.
+        attention: attention implementation and why it was chosen.
+        where: folder or file it came from.
+    """
+
+    model: Any
+    settings: GenerationSettings
+    tokenizer: Any = None
+    attention: str = ""
+    where: str = ""
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype it computes in."""
+        return next(self.model.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return next(self.model.parameters()).device
+
+    @torch.inference_mode()
+    def logits(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Next-token logits after every token of each text, [S, V] in the model's dtype; each text runs on its own."""
+        return [self._run(text).logits[0, :, : self.vocab_size] for text in texts]
+
+    @torch.inference_mode()
+    def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """What the output matrix reads at every token of each text, [S, E]: the input of Medusa heads."""
+        seen: list[torch.Tensor] = []
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(
+            lambda module, inputs: seen.append(inputs[0][0])
+        )
+        try:
+            for text in texts:
+                self._run(text)
+        finally:
+            handle.remove()
+        return seen
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        """Hugging Face's own greedy loop with `settings`, one prompt at a time, up to and with the first end id."""
+        from transformers import GenerationConfig
+
+        end_ids = list(self.settings.end_ids) or None
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens, eos_token_id=end_ids, pad_token_id=0, do_sample=False, num_beams=1
+        )
+        # transformers fills what a given config leaves unset from the model's own, so that is replaced as well.
+        own, self.model.generation_config = self.model.generation_config, config
+        try:
+            texts = [self._tokens(prompt) for prompt in prompts]
+            rows = [
+                self.model.generate(text, attention_mask=torch.ones_like(text), generation_config=config)
+                for text in texts
+            ]
+        finally:
+            self.model.generation_config = own
+        return [row[0, len(prompt) :].tolist() for row, prompt in zip(rows, prompts, strict=True)]
+
+    def _tokens(self, text: Sequence[int]) -> torch.Tensor:
+        return torch.as_tensor(text, dtype=torch.long, device=self.device)[None]
+
+    def _run(self, text: Sequence[int]) -> Any:
+        return self.model(input_ids=self._tokens(text), use_cache=False)
+
+    @contextlib.contextmanager
+    def computing_in(self, dtype: torch.dtype) -> Iterator[Reference]:
+        """The same weights computed in another dtype; afterwards bit for bit as before.
+
+        Only parameters change: transformers keeps rotary frequencies in float32 in a half-precision model too.
+        """
+        parameters = list(self.model.parameters())
+        saved = [parameter.data for parameter in parameters]
+        try:
+            for parameter in parameters:
+                parameter.data = parameter.data.to(dtype)
+            yield self
+        finally:
+            for parameter, data in zip(parameters, saved, strict=True):
+                parameter.data = data
+
+
+def load_reference(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    attention: str | None = None,
+) -> Reference:
+    """Load a base model from disk.
+
+    Args:
+        path: a model folder, or a GGUF file.
+        dtype: what to compute in; float32 unless the comparison is about a half precision.
+        device: where.
+        trust_remote_code: run Python code that the folder brings along.
+        attention: `eager` or `sdpa`; None chooses: eager, except where transformers' eager path is known to be wrong.
+
+    Raises:
+        BaseModelError: transformers cannot load it.
+        EnvironmentMissing: a GGUF file without the gguf extra.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(path).expanduser()
+    where, options = _location(path)
+    options |= {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(where, **options)
+        chosen, reason = choose_attention(config.model_type, attention)
+        model = AutoModelForCausalLM.from_pretrained(
+            where, config=config, attn_implementation=chosen, **_dtype_option(resolve_dtype(dtype)), **options
+        )
+    except ImportError as error:
+        raise EnvironmentMissing("The base model needs a package that is missing", found=error, where=path) from error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise BaseModelError(
+            "transformers cannot load the base model",
+            expected="a complete causal language model on disk",
+            found=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            where=path,
+            next_step="Load it with AutoModelForCausalLM first; pass trust_remote_code if it brings code of its own.",
+        ) from error
+    tokenizer = _load_tokenizer(where, options)
+    model = model.to(device).eval().requires_grad_(False)
+    return reference_from_model(model, tokenizer=tokenizer, attention=f"{chosen}: {reason}", where=str(path))
+
+
+def reference_from_model(model: Any, *, tokenizer: Any = None, attention: str = "", where: str = "") -> Reference:
+    """Wrap a model that is already in memory."""
+    settings = read_settings(model.config, getattr(model, "generation_config", None), tokenizer)
+    return Reference(model.eval(), settings, tokenizer, attention or model.config._attn_implementation, where)
+
+
+def read_settings(config: Any, generation_config: Any = None, tokenizer: Any = None) -> GenerationSettings:
+    """The greedy settings, what they override in the model's generation config, and every end id.
+
+    End ids that only one of the three files names, and a generation config that samples, both make an engine and
+    transformers differ although the port is right.
+    """
+    asked = generation_config.to_diff_dict() if generation_config is not None else {}
+    overridden = {
+        name: asked[name]
+        for name, value in GREEDY_SETTINGS.items()
+        if name in asked and asked[name] != value and asked[name] not in _NEUTRAL.get(name, (None,))
+    }
+    sources: dict[int, list[str]] = {}
+    for name, holder in (("config", config), ("generation config", generation_config), ("tokenizer", tokenizer)):
+        found = getattr(holder, "eos_token_id", None)
+        for end_id in found if isinstance(found, list | tuple) else [found]:
+            if end_id is not None and end_id >= 0:
+                sources.setdefault(int(end_id), []).append(name)
+    named = {end_id: tuple(dict.fromkeys(names)) for end_id, names in sorted(sources.items())}
+    return GenerationSettings(dict(GREEDY_SETTINGS), overridden, tuple(named), named)
+
+
+def choose_attention(model_type: str, asked: str | None = None) -> tuple[str, str]:
+    """Attention implementation and the reason. Eager is the plain formula; some families' eager path is wrong."""
+    if asked is not None:
+        return asked, "asked for"
+    if model_type in _SDPA_ONLY:
+        return "sdpa", _SDPA_ONLY[model_type]
+    return "eager", "the plain formula"
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """`float32`, `float16`, `bfloat16` or `float64` to torch's dtype.
+
+    Raises:
+        BaseModelError: no such floating-point dtype.
+    """
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise BaseModelError("Unknown dtype", expected="float32, float16, bfloat16 or float64", found=dtype)
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float16` for torch.float16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_option(dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+    """transformers renamed `torch_dtype` to `dtype` in 4.56."""
+    import transformers
+
+    major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
+    return {"dtype" if (major, minor) >= (4, 56) else "torch_dtype": dtype}
+
+
+def _location(path: Path) -> tuple[str, dict[str, Any]]:
+    if path.is_file() and path.suffix == ".gguf":
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        return str(path), {}
+    raise BaseModelError("The base model is not there", expected="a model folder or a .gguf file", found=path)
+
+
+def _load_tokenizer(where: str, options: Mapping[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(where, **options)
+    except Exception:  # any failure of an optional part: prompts may be given as ids
+        return None

@@ -1,0 +1,265 @@
+"""The alignment of a port, in order: base healthy, runs, noise, judgement, comparisons, verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from porting_kit.alignment.activations import check_activations
+from porting_kit.alignment.comparison import DecodeRun, run_decoding
+from porting_kit.alignment.fit import FIT_BOUNDS, ContextOracle, measure_fit
+from porting_kit.alignment.gates import (
+    compare_all,
+    decide_verdict,
+    judge_fit,
+    judge_heads,
+    judge_logits,
+    judge_tokens,
+    summarise,
+)
+from porting_kit.alignment.head_oracle import ReferenceHeads, predict_acceptance
+from porting_kit.alignment.inherent import KnownDifference, matched_to_library, measure_inherent
+from porting_kit.alignment.noise import LogitsNoise, measure_error, measure_noise, relative_error
+from porting_kit.alignment.oracle import JudgedText, judge_texts
+from porting_kit.alignment.reference import LogitsSource, Reference
+from porting_kit.alignment.result import AlignmentResult, ApproximateFit
+from porting_kit.medusa.tree import MedusaTree
+from porting_kit.outcomes import Coverage
+
+EMULATED = (Coverage.WEIGHTS, Coverage.MODEL_CODE, Coverage.TREE_AND_ACCEPTANCE)
+ON_THE_ENGINE = tuple(Coverage)
+
+
+@dataclass(frozen=True)
+class AlignmentOptions:
+    """What to run and how strictly.
+
+    Args:
+        new_tokens: tokens each prompt may emit.
+        batch_sizes: requests per call of the Medusa runs; None is 1, 2 and all prompts at once.
+        near_tie_tolerance: gap in logits; None measures it.
+        differences: the family's inherent differences.
+        fit_notes: what an approximate kernel fit did; empty for an exact port, whose oracle is the base itself.
+        fit_bounds: how far a fitted base may lie from the original.
+        covered: what the verdict covers; None is what an emulated run covers.
+    """
+
+    new_tokens: int = 64
+    batch_sizes: tuple[int, ...] | None = None
+    near_tie_tolerance: float | None = None
+    differences: tuple[KnownDifference, ...] = ()
+    fit_notes: tuple[str, ...] = ()
+    fit_bounds: Mapping[str, float] | None = None
+    covered: tuple[Coverage, ...] | None = None
+
+
+def align_port_outputs(
+    reference: Reference,
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    tree: MedusaTree | None = None,
+    *,
+    heads: ReferenceHeads | None = None,
+    options: AlignmentOptions | None = None,
+) -> AlignmentResult:
+    """Does the emulated port say what its base says?
+
+    Args:
+        reference: the base in float32.
+        model: the emulated port (any `medusa.decoding.DecodableModel` whose prefill knows `all_logits`).
+        prompts: token ids, best of unequal lengths.
+        tree: the Medusa tree; None checks plain greedy decoding only.
+        heads: the heads in float32, to check acceptance; None skips that gate.
+        options: see `AlignmentOptions`.
+
+    Raises:
+        BaseModelError: the base itself is broken in the port's dtype.
+        KernelRefusal: the kernel profile refuses the model.
+    """
+    options = options or AlignmentOptions()
+    prompts = [torch.as_tensor(prompt).tolist() for prompt in prompts]
+    end_ids = reference.settings.end_ids
+    check_activations(reference, prompts, model.dtype)
+    runs = _run_everything(model, tree, prompts, end_ids, options)
+    main = runs[1] if tree is not None else runs[0]
+    texts = [[*prompt, *row] for prompt, row in zip(prompts, main.tokens, strict=True)]
+    inherent = measure_inherent(reference, options.differences, texts)
+    with matched_to_library(reference, options.differences):
+        oracle = ContextOracle(model) if options.fit_notes else reference
+        noise = measure_noise(reference, texts, model.dtype, tolerance=options.near_tie_tolerance)
+        judged = _judge_runs(oracle, runs, prompts, noise, end_ids, options.new_tokens)
+        context_error = measure_error(ContextOracle(model).logits(texts), reference, texts)
+        tree_error = _tree_error(main, oracle, texts, prompts)
+        fit = _measure_fit(reference, oracle, texts, noise, options)
+        predicted = predict_acceptance(reference, heads, tree, prompts, main.tokens) if heads and tree else None
+    gates = [
+        judge_tokens(judged[main.name]),
+        judge_logits(noise, None if fit else context_error, tree_error),
+        *compare_all(runs, main, judged),
+        *judge_heads(predicted, main.accepted_lengths),
+        *judge_fit(fit),
+    ]
+    return AlignmentResult(
+        verdict=decide_verdict(gates),
+        summary=summarise(gates, judged[main.name], fit),
+        covered=options.covered or EMULATED[: 3 if tree is not None else 2],
+        gates=tuple(gates),
+        texts=tuple(judged[main.name]),
+        prompts=tuple(tuple(prompt) for prompt in prompts),
+        settings=reference.settings,
+        noise=noise,
+        tokens_per_step=main.tokens_per_step if tree is not None else 1.0,
+        accepted_by_depth=_accepted_by_depth(main),
+        head_agreement=() if predicted is None else tuple(predicted.agreement),
+        predicted_tokens_per_step=None if predicted is None else predicted.tokens_per_step(),
+        context_error=context_error,
+        tree_error=tree_error,
+        inherent=tuple(inherent),
+        approximate_fit=fit,
+        runs={run.name: {"tokens_per_step": run.tokens_per_step, "seconds": run.seconds} for run in runs},
+    )
+
+
+def align_captured_outputs(
+    reference: Reference,
+    prompts: Sequence[Sequence[int]],
+    emitted: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    *,
+    fitted: LogitsSource | None = None,
+    options: AlignmentOptions | None = None,
+) -> AlignmentResult:
+    """Judge tokens that an engine emitted on another machine.
+
+    Args:
+        reference: the base in float32.
+        prompts: token ids the engine was given.
+        emitted: token ids it emitted per prompt, the prompt and the padding not included.
+        dtype: what the engine computes in.
+        fitted: judge of a fitted port (`fit.ContextOracle` of the emulated port); None judges with the base.
+        options: `new_tokens` is what the engine was asked for.
+
+    Raises:
+        BaseModelError: the base itself is broken in the engine's dtype.
+    """
+    options = options or AlignmentOptions()
+    prompts = [torch.as_tensor(prompt).tolist() for prompt in prompts]
+    check_activations(reference, prompts, dtype)
+    vocab_size = reference.vocab_size
+    texts = [
+        [*prompt, *(token for token in row if 0 <= token < vocab_size)]
+        for prompt, row in zip(prompts, emitted, strict=True)
+    ]
+    inherent = measure_inherent(reference, options.differences, texts)
+    with matched_to_library(reference, options.differences):
+        oracle = fitted or reference
+        noise = measure_noise(reference, texts, dtype, tolerance=options.near_tie_tolerance)
+        judged = judge_texts(
+            oracle,
+            prompts,
+            emitted,
+            noise.near_tie_tolerance,
+            end_ids=reference.settings.end_ids,
+            asked_tokens=options.new_tokens,
+        )
+        fit = _measure_fit(reference, oracle, texts, noise, options) if fitted is not None else None
+    gates = [judge_tokens(judged), *judge_fit(fit)]
+    return AlignmentResult(
+        verdict=decide_verdict(gates),
+        summary=summarise(gates, judged, fit),
+        covered=options.covered or ON_THE_ENGINE,
+        gates=tuple(gates),
+        texts=tuple(judged),
+        prompts=tuple(tuple(prompt) for prompt in prompts),
+        settings=reference.settings,
+        noise=noise,
+        inherent=tuple(inherent),
+        approximate_fit=fit,
+    )
+
+
+# ---------------------------------------------------------------- steps of the pipeline
+
+
+def _run_everything(
+    model: Any, tree: MedusaTree | None, prompts: list[list[int]], end_ids: Sequence[int], options: AlignmentOptions
+) -> list[DecodeRun]:
+    """Greedy first, then the main Medusa run (the largest batch, logits kept), the other batch sizes, and a repeat."""
+    new_tokens, largest = options.new_tokens, len(prompts)
+    sizes = sorted({min(size, largest) for size in options.batch_sizes or (1, 2, largest)}, reverse=True)
+    keep = tree is None
+    greedy = run_decoding(model, None, prompts, new_tokens, end_ids, sizes[0], name="greedy", keep_logits=keep)
+    runs = [greedy]
+    name = "medusa" if tree is not None else "greedy"
+    for size in sizes:
+        if tree is not None or size != sizes[0]:
+            keep = size == sizes[0]
+            label = f"{name} batch {size}"
+            runs.append(run_decoding(model, tree, prompts, new_tokens, end_ids, size, name=label, keep_logits=keep))
+    runs.append(run_decoding(model, tree, prompts, new_tokens, end_ids, sizes[0], name="repeat"))
+    return runs
+
+
+def _judge_runs(
+    oracle: LogitsSource,
+    runs: Sequence[DecodeRun],
+    prompts: Sequence[Sequence[int]],
+    noise: LogitsNoise,
+    end_ids: Sequence[int],
+    new_tokens: int,
+) -> dict[str, list[JudgedText]]:
+    """Judge every run; texts that several runs have in common go through the oracle once."""
+    known: dict[tuple[int, tuple[int, ...]], JudgedText] = {}
+    judged = {}
+    for run in runs:
+        rows, origins = run.tokens, run.origins
+        fresh = [index for index, row in enumerate(rows) if (index, tuple(row)) not in known]
+        texts = judge_texts(
+            oracle,
+            [prompts[index] for index in fresh],
+            [rows[index] for index in fresh],
+            noise.near_tie_tolerance,
+            end_ids=end_ids,
+            asked_tokens=new_tokens,
+            origins=[origins[index] for index in fresh],
+        )
+        known |= {(index, tuple(rows[index])): text for index, text in zip(fresh, texts, strict=True)}
+        # A text first seen in another run keeps that run's judgement, with this run's own origins.
+        judged[run.name] = [_with_origins(known[index, tuple(row)], origins[index]) for index, row in enumerate(rows)]
+    return judged
+
+
+def _with_origins(text: JudgedText, origins: Any) -> JudgedText:
+    return JudgedText(**{**vars(text), "origins": origins})
+
+
+def _tree_error(
+    run: DecodeRun, oracle: LogitsSource, texts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]
+) -> float | None:
+    """Worst relative error of the logits behind each token of the generation phase."""
+    theirs = oracle.logits(texts)
+    errors = []
+    for generation, group in zip(run.generations, run.groups, strict=True):
+        for logits, index in zip(generation.logits or (), group, strict=True):
+            first = len(prompts[index])
+            if len(logits) > 1:
+                errors.append(relative_error(logits[1:], theirs[index][first : first + len(logits) - 1]))
+    return max(errors, default=None)
+
+
+def _measure_fit(
+    reference: Reference, oracle: LogitsSource, texts: Any, noise: LogitsNoise, options: AlignmentOptions
+) -> ApproximateFit | None:
+    if not options.fit_notes:
+        return None
+    bounds = options.fit_bounds or FIT_BOUNDS
+    return measure_fit(reference, oracle, texts, options.fit_notes, noise.near_tie_tolerance, bounds)
+
+
+def _accepted_by_depth(run: DecodeRun) -> tuple[float, ...]:
+    lengths = torch.tensor([length for row in run.accepted_lengths for length in row])
+    deepest = int(lengths.max()) if len(lengths) else 0
+    return tuple((lengths > depth).double().mean().item() for depth in range(1, deepest))
