@@ -10,6 +10,8 @@ import torch.nn.functional as torch_functional
 from porting_kit.emulator.symbols import raise_not_emulated
 from porting_kit.emulator.tensor_type import Tensor
 
+# MoeConfig.ExpertScaleNormalizationMode (layers/moe.py, 0.11.0.dev2024062500); a config may hold the bare number.
+KEEP_SCALES, RENORMALIZE = 0, 1
 # The plugin's gated activations apply to the second half of the first product (layers/moe.py, 0.11.0.dev2024062500).
 _GATED = {"swiglu": torch_functional.silu, "fast-swiglu": torch_functional.silu, "geglu": torch_functional.gelu}
 _PLAIN = {
@@ -69,11 +71,11 @@ def choose_experts(moe_config: Any, routing: torch.Tensor) -> tuple[torch.Tensor
     """(weights float [T, top_k], experts int64 [T, top_k]): softmax over all experts, renormalised when configured."""
     probabilities = torch.softmax(routing, dim=-1)
     weights, chosen = torch.topk(probabilities, int(moe_config.top_k), dim=-1)
-    mode = getattr(moe_config.normalization_mode, "name", str(moe_config.normalization_mode))
-    if mode == "RENORMALIZE":
+    mode = int(moe_config.normalization_mode)
+    if mode == RENORMALIZE:
         weights = weights / weights.sum(-1, keepdim=True)
-    elif mode != "NONE":
-        raise_not_emulated(f"the MoE plugin with normalisation {mode}")
+    elif mode != KEEP_SCALES:
+        raise_not_emulated(f"the MoE plugin with normalisation mode {mode}")
     return weights, chosen
 
 
