@@ -1,0 +1,44 @@
+"""Steps that rest on others: a missing one is run, a stale one is refused."""
+
+from __future__ import annotations
+
+import sys
+
+from porting_kit.errors import PatchError
+from porting_kit.outcomes import Verdict
+from porting_kit.steps.context import PortRun
+
+
+def require_steps(run: PortRun, *steps: str) -> None:
+    """Make sure that earlier steps have finished in this run folder from the inputs of today.
+
+    A step that never ran is run now, and said on stderr. One whose inputs changed since is refused: whoever changed
+    them must decide to run it again.
+
+    Raises:
+        RunFolderError: a stale result.
+        PatchError: the model cannot be patched.
+    """
+    for step in steps:
+        if run.folder.outcome(step) is None:
+            print(f"{step}: not run in {run.folder.root.name} yet, running it now", file=sys.stderr)
+            _run_step(run, step)
+        outcome = run.folder.require(step, run.inputs(step))
+        if outcome.verdict is not Verdict.PASS:
+            raise PatchError(
+                f"step {step!r} did not pass, so nothing can rest on it",
+                found=outcome.summary,
+                where=run.folder.step(step),
+                next_step=outcome.figures.get("next_step"),
+            )
+
+
+def _run_step(run: PortRun, step: str) -> None:
+    if step == "patch":
+        from porting_kit.steps.patch import patch_port
+
+        patch_port(run)
+    elif step == "convert":
+        from porting_kit.steps.convert import convert_port
+
+        convert_port(run)
