@@ -13,6 +13,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -94,17 +95,17 @@ def plot_tree(tree: MedusaTree, *, accepted: Sequence[int] = (), tokens: Mapping
     return Picture(finish.png, f"Draft tree: {tree.describe()}{path}")
 
 
-def plot_accepted_lengths(lengths: Sequence[int], *, longest: int) -> Picture:
+def plot_accepted_lengths(accepted_by_depth: Sequence[float], *, tokens_per_step: float | None = None) -> Picture:
     """How many tokens each generation step confirmed, as the share of steps.
 
     Args:
-        lengths: tokens per step, at least 1 each.
-        longest: tree depth + 1, the most a step can confirm.
+        accepted_by_depth: share of steps that confirmed at least 1, 2, ... drafts, between 0 and 1.
+        tokens_per_step: the mean, drawn as a line; that of the shares when None.
     """
-    total = max(len(lengths), 1)
-    places = range(1, longest + 1)
-    shares = [100 * sum(length == place for length in lengths) / total for place in places]
-    mean = sum(lengths) / total
+    at_least = [1.0, *accepted_by_depth, 0.0]
+    shares = [100 * (more - less) for more, less in pairwise(at_least)]
+    places = range(1, len(shares) + 1)
+    mean = sum(at_least) if tokens_per_step is None else tokens_per_step
     with _axes(height=3.2) as (axes, finish):
         bars = axes.bar(places, shares, color=BLUE, width=0.7)
         axes.bar_label(bars, [f"{share:.0f}" for share in shares], padding=2)
@@ -114,7 +115,8 @@ def plot_accepted_lengths(lengths: Sequence[int], *, longest: int) -> Picture:
         axes.set_xticks(list(places))
         axes.set_ylim(0, max([*shares, 1]) * 1.18)
         _legend_above(axes)
-    return Picture(finish.png, f"Tokens confirmed per step over {len(lengths)} steps: mean {mean:.2f} of {longest}")
+    spread = ", ".join(f"{place}: {share:.0f} %" for place, share in zip(places, shares, strict=True))
+    return Picture(finish.png, f"Tokens confirmed in one step, mean {mean:.2f}; share of steps by number: {spread}")
 
 
 def plot_layer_errors(

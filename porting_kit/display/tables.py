@@ -59,6 +59,26 @@ class Code:
 
 
 @dataclass(frozen=True)
+class Preformatted:
+    """Text whose lines matter: a command, a message."""
+
+    text: str
+    title: str = ""
+
+    def to_html(self) -> str:
+        """HTML that wraps nothing and scrolls in its own box."""
+        head = f'<p style="font-weight:600;margin:.3em 0;">{html.escape(self.title)}</p>' if self.title else ""
+        style = "overflow-x:auto;padding:.5em .7em;margin:.3em 0;font-size:.85em;background:rgba(128,128,128,.1);"
+        return f'{head}<pre style="{style}">{html.escape(self.text)}</pre>'
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, (self.title, self.text)))
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/html": self.to_html(), "text/plain": str(self)}
+
+
+@dataclass(frozen=True)
 class Table:
     """Rows under named columns.
 

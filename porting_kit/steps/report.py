@@ -59,7 +59,8 @@ def combine_outcomes(outcomes: Mapping[str, StepOutcome]) -> StepOutcome:
     """
     ordered = [outcomes[step] for step in CHECKED_STEPS if step in outcomes]
     missing = [step for step in CHECKED_STEPS if step not in outcomes]
-    covered = {item for outcome in ordered if outcome.verdict is Verdict.PASS for item in outcome.covered}
+    judged = [outcome for outcome in ordered if outcome.verdict in (Verdict.PASS, Verdict.FAIL)]
+    covered = {item for outcome in judged for item in outcome.covered}
     combined = StepOutcome(
         step="run",
         verdict=Verdict.NOT_RUN,
