@@ -124,16 +124,22 @@ def drops_of(flow: Flow, spec_arguments: tuple[str, ...]) -> tuple[Drop, ...]:
     return tuple(sorted(drops, key=lambda drop: (drop.line, drop.argument)))
 
 
-def passes(carrier: Carrier, call: Call, argument: str) -> bool:
-    """Whether a call of a carrier hands an argument on."""
+def passes(carrier: Carrier, call: Call, argument: str, *, named: bool | None = None) -> bool:
+    """Whether a call of a carrier hands an argument on.
+
+    Args:
+        named: whether the method has a parameter of that name, so that it is no longer among its **kwargs; None reads
+            it from the method.
+    """
     method = carrier.method
+    named = argument in method.parameters if named is None else named
     if argument in call.keywords:
         return call.keywords[argument] != "None"
     if any(re.search(rf"\b{argument}\b", value) for value in call.positional):
         return True
     # A dict that the method fills itself, as DecoderModelForCausalLM.forward does.
     keyed = re.search(rf"""\[?['"]{argument}['"]\]?\s*[:=]""", method.text)
-    through = f"**{method.swallows}" in call.starred and argument not in method.parameters
+    through = f"**{method.swallows}" in call.starred and not named
     return through or bool(keyed and any(star.startswith("**") for star in call.starred))
 
 

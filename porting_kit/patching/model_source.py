@@ -108,7 +108,10 @@ def _edit_carrier(
     ]
     # A method that hands everything on through **kwargs needs no parameter of its own.
     if missing and (method.swallows is None or any(unpassed for _, unpassed in calls)):
-        calls = [(call, [name for name in spec_arguments if name not in call.keywords]) for call, _ in calls]
+        calls = [
+            (call, [name for name in spec_arguments if not passes(carrier, call, name, named=True)])
+            for call, _ in calls
+        ]
         edits.append(Edit(carrier.owner.name, method.name, method.line, "signature", missing))
         insertions += insert_arguments(
             model.source, method.arguments, missing, model.newline, before_starred=method.swallows is not None
