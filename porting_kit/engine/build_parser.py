@@ -17,6 +17,8 @@ from porting_kit.source_tree import SourceTree
 
 SWITCH_ACTIONS = ("store_true", "store_false", "store_const")
 ON_OFF = ("enable", "disable")
+# How plugin/plugin.py names the types a plugin takes: to 0.11.0.dev2024052100, in 0.11.0.dev2024052800, and later.
+PLUGIN_CHOICES = ("plugin_options", "PLUGIN_DTYPE_OPTIONS", "DEFAULT_PLUGIN_DTYPE_OPTIONS")
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def _read_plugin_flags(file: Path) -> dict[str, BuildFlag]:
     )
     if not isinstance(exposed, list) or fields is None:
         raise SourceTreeError("no cli_plugin_args and PluginConfig here", where=file)
-    common = _literal(constants.get("plugin_options")) or _literal(constants.get("DEFAULT_PLUGIN_DTYPE_OPTIONS"))
+    common = next((_literal(constants[name]) for name in PLUGIN_CHOICES if name in constants), None)
     special = _literal(constants.get("PLUGIN_DTYPE_OPTIONS_MAP")) or {}
     flags = {}
     for field in fields.body:
