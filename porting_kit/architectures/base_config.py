@@ -20,6 +20,7 @@ from porting_kit.architectures.family import ByKey, Family, Refusal, find_family
 from porting_kit.architectures.fields import IGNORED_KEYS
 from porting_kit.architectures.names import evaluate_dim
 from porting_kit.architectures.rope import BASE_KEYS, SHARE_KEYS, Rope, read_rope
+from porting_kit.architectures.rules import condition_terms
 from porting_kit.errors import BaseModelError
 
 SPELLINGS: dict[str, tuple[str, ...]] = {
@@ -180,9 +181,7 @@ class BaseConfig:
 
     def applies(self, condition: str | None) -> bool:
         """Whether a rule's `when` holds."""
-        if condition is None:
-            return True
-        return not self.switch(condition[1:]) if condition.startswith("!") else self.switch(condition)
+        return all(self.switch(name) == wanted for name, wanted in condition_terms(condition))
 
     def with_evidence(self, tensor_names: Collection[str]) -> BaseConfig:
         """Settle the switches on which the config is silent by the tensors that are there."""
@@ -375,15 +374,20 @@ def _normalise(raw: Mapping[str, Any], family: Family, where: str) -> BaseConfig
     values |= _rope_values(rope, values, family, reader)
     values["q_scaling"] = 1.0
     reader.origins["q_scaling"] = Origin("defaulted", None, "attention logits divided by sqrt(D)")
+    derived_switches: dict[str, bool] = {}
     if family.derive is not None:
-        for name, (value, how) in family.derive({**raw, "_normalised": dict(values)}).items():
-            values[name] = value
-            reader.origins[name] = Origin("derived", None, how)
+        for name, (value, how) in family.derive(raw, dict(values)).items():
+            target = derived_switches if name in family.switches else values
+            target[name] = value
+            reader.origins[f"switch:{name}" if name in family.switches else name] = Origin("derived", None, how)
     if values["dtype"] is not None:
         name = str(values["dtype"]).removeprefix("torch.")
         values["dtype"] = DTYPES.get(name, name)
     _check_heads(values, where)
-    switches = {name: _read_switch(raw, rule, reader, name) for name, rule in family.switches.items()}
+    switches = {
+        name: derived_switches[name] if name in derived_switches else _read_switch(raw, rule, reader, name)
+        for name, rule in family.switches.items()
+    }
     values["tied"] = bool(values["tied"])
     architectures = raw.get("architectures") or ()
     source_class = next((str(name) for name in architectures if name in family.architectures), None)
@@ -475,9 +479,16 @@ def _find_refusals(raw: Mapping[str, Any], family: Family, reader: _Reader) -> t
             reader.read_keys.add(requirement.key.split(".")[0])
             value = lookup(raw, requirement.key)
         value = requirement.default if value is None else value
-        if value not in requirement.allowed:
+        allowed = [_allowed_value(item, reader) for item in requirement.allowed]
+        if value is not None and value not in allowed:
             found.append(Refusal(requirement.key.removeprefix("@"), value, requirement.effect, requirement.source))
     return tuple(found)
+
+
+def _allowed_value(item: object, reader: _Reader) -> object:
+    if isinstance(item, str) and item.startswith("="):
+        return evaluate_dim(item[1:], {letter: reader.values[name] for name, letter in LETTER_OF.items()})
+    return item
 
 
 def _unread_keys(raw: Mapping[str, Any], family: Family, reader: _Reader) -> tuple[str, ...]:

@@ -12,12 +12,14 @@ import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from porting_kit.architectures.fields import COMMON_FIELDS, Field
 from porting_kit.architectures.names import match_name
-from porting_kit.architectures.rules import Drop, Rule
+from porting_kit.architectures.rules import Drop, Rule, condition_terms
 from porting_kit.errors import BaseModelError, suggest_nearest
 
+Derive = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, tuple[Any, str]]]
 POSITION_KINDS = ("rope_gpt_neox", "rope_gptj", "long_rope", "alibi", "alibi_with_scale", "learned_absolute", "chatglm")
 
 
@@ -64,7 +66,7 @@ class Requirement:
 
     Args:
         key: the key, dotted for nested ones; "@name" is the BaseConfig attribute, whatever its spelling.
-        allowed: values the class computes as the source does.
+        allowed: values ("=4*E" is worked out from the model's sizes) that the class computes as the source does.
         default: value when the key is absent.
         effect: what would go wrong.
         source: upstream file and release.
@@ -143,10 +145,13 @@ class Family:
         differences: inherent differences from Hugging Face.
         spellings: config keys that replace the general ones for an attribute, in order of precedence.
         defaults: values of attributes the config may leave out, as a value or a shape expression text.
-        derive: attributes this family computes from the raw config: returns {attribute: (value, how)}.
+        derive: attributes and switches this family computes: takes the raw config and the attributes read so far,
+            returns {name: (value, how)}.
         handled_keys: keys whose meaning the rules already carry, not to be reported as dropped.
         pipeline: the class can be split over pipeline ranks.
         first_release: first release whose MODEL_MAP holds it.
+        head_size_since: first release whose class takes a head size other than E / H; None when none does.
+        shared_output: the class takes its output matrix from the embedding and wants none in the checkpoint.
     """
 
     name: str
@@ -165,10 +170,12 @@ class Family:
     differences: tuple[Difference, ...] = ()
     spellings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
-    derive: Callable[[Mapping[str, object]], dict[str, tuple[object, str]]] | None = None
+    derive: Derive | None = None
     handled_keys: tuple[str, ...] = ()
     pipeline: bool = False
     first_release: str = "0.8.0"
+    head_size_since: str | None = None
+    shared_output: bool = False
 
     def __post_init__(self) -> None:
         targets = [rule.target for rule in self.rules]
@@ -177,7 +184,7 @@ class Family:
             if len(same) > 1 and len({rule.when for rule in same}) < len(same):
                 raise ValueError(f"family {self.name}: two rules write {target!r} under the same condition")
         for rule in self.rules:
-            if rule.when is not None and rule.when.removeprefix("!") not in self.switches:
+            if any(name not in self.switches for name, _ in condition_terms(rule.when)):
                 raise ValueError(f"family {self.name}: rule for {rule.target!r} asks for unknown switch {rule.when!r}")
         kinds = self.position.values.values() if isinstance(self.position, ByKey) else (self.position,)
         if unknown := [kind for kind in kinds if kind not in POSITION_KINDS]:

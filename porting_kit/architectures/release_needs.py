@@ -29,10 +29,14 @@ def find_unmet_needs(base: BaseConfig, release: str | None) -> tuple[Need, ...]:
     if release is None or release_key(release) is None:
         return ()
     needs = [Need(f"{base.architecture} (its model class)", base.definition.first_release)]
+    if base.head_size * base.num_heads != base.hidden_size:
+        since = base.definition.head_size_since or "a release that does not exist yet"
+        needs.append(Need(f"a head size of {base.head_size} at {base.num_heads} heads on {base.hidden_size}", since))
     if base.rope_scaling is not None:
         kind = str(base.rope_scaling["type"])
         needs.append(Need(f"rope scaling of kind {kind!r}", ROPE_KINDS[kind][1]))
-    return tuple(need for need in needs if release_key(release) < release_key(need.since))
+    asked = release_key(release)
+    return tuple(need for need in needs if release_key(need.since) is None or asked < release_key(need.since))
 
 
 def release_key(release: str) -> tuple[int, int, int, int, int] | None:

@@ -25,7 +25,7 @@ ROPE_KINDS: dict[str, tuple[tuple[str, ...], str]] = {
     "longrope": (("short_factor", "long_factor"), "0.10.0"),
     "llama3": (
         ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        "0.12.0.dev2024080600",
+        "0.12.0.dev2024072301",
     ),
     "yarn": (("factor", "original_max_position_embeddings"), "0.15.0"),
 }

@@ -77,7 +77,7 @@ class Rule:
         sources: the source tensors in order; a placeholder that the target lacks is expanded (experts).
         operations: applied left to right.
         shard: how ranks share the target.
-        when: name of a `BaseConfig` switch that must be true ("attention_bias"), "!name" for false, None for always.
+        when: `BaseConfig` switches that must hold: "attention_bias", "!multi_query", "bias & parallel"; None: always.
         tied_from: name of the source tensor that stands in when the model ties its embeddings.
         zeros_when_absent: shape of a zero tensor written when no source exists, for a bias the runtime class insists
             on and this model does not have.
@@ -104,17 +104,23 @@ class Rule:
             found = set(placeholders(source.name))
             if not wanted <= found:
                 raise ValueError(f"rule for {self.target!r}: source {source.name!r} lacks {sorted(wanted - found)}")
-        joined = len(self.sources) == 1 and set(placeholders(self.sources[0].name)) == wanted
-        for operation in self.operations:
-            if isinstance(operation, ONE_INPUT) and not joined:
-                raise ValueError(f"rule for {self.target!r}: {type(operation).__name__} needs the tensors joined first")
-            joined = joined or isinstance(operation, (Concatenate, Stack))
-        if not joined:
-            raise ValueError(f"rule for {self.target!r} has several sources and nothing that joins them")
+        self._check_joined(len(self.sources), set(placeholders(self.sources[0].name)) != wanted)
         if self.pipeline not in ("layer", "first", "last"):
             raise ValueError(f"rule for {self.target!r}: pipeline {self.pipeline!r} is not layer, first or last")
         if ("i" in wanted) != (self.pipeline == "layer"):
             raise ValueError(f"rule for {self.target!r}: only tensors of a layer carry the layer number")
+
+    def _check_joined(self, parts: int, repeated: bool) -> None:
+        """The operations must leave one tensor: `parts` sources, repeated over a placeholder or not."""
+        for operation in self.operations:
+            if isinstance(operation, Stack):
+                if parts > 1:
+                    raise ValueError(f"rule for {self.target!r} stacks before its {parts} parts are joined")
+                repeated = False
+            elif isinstance(operation, Concatenate):
+                parts, repeated = 1, repeated and parts > 1
+        if parts > 1 or repeated:
+            raise ValueError(f"rule for {self.target!r} has several sources and nothing that joins them")
 
     @property
     def invertible(self) -> bool:
@@ -152,6 +158,12 @@ class Rule:
         if len(shapes) != 1:
             raise ValueError(f"rule for {self.target!r} leaves {len(shapes)} tensors")
         return shapes[0]
+
+
+def condition_terms(condition: str | None) -> list[tuple[str, bool]]:
+    """The (switch, wanted value) pairs of a rule's `when`."""
+    terms = [term.strip() for term in condition.split("&")] if condition else []
+    return [(term.removeprefix("!"), not term.startswith("!")) for term in terms]
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ Sources: tensorrt_llm/models/bloom/model.py and examples/bloom/convert_checkpoin
 
 from porting_kit.architectures.family import ALIBI_SLOPES_CAST, NORM_EPS_FIXED, Family, Requirement
 from porting_kit.architectures.fields import constant
-from porting_kit.architectures.operations import Ungroup
-from porting_kit.architectures.rules import COLUMN, QKV, ROW, embedding, linear, norm, output_matrix, transform
+from porting_kit.architectures.fragments import HEAD_BY_HEAD, TARGET, dense, fused_qkv, plain_mlp
+from porting_kit.architectures.rules import embedding, norm, output_matrix
 
-SOURCE, TARGET = "transformer.h.{i}", "transformer.layers.{i}"
-HEAD_BY_HEAD = Ungroup("H", ("1", "1", "1"))
+SOURCE = "transformer.h.{i}"
 
 FAMILY = Family(
     name="bloom",
@@ -20,21 +19,9 @@ FAMILY = Family(
     rules=(
         embedding("transformer.word_embeddings.weight"),
         *norm("transformer.word_embeddings_layernorm", "transformer.ln_embed", bias=True, pipeline="first"),
-        transform(
-            f"{SOURCE}.self_attention.query_key_value.weight [3*H*D,E]",
-            f"{TARGET}.attention.qkv.weight",
-            HEAD_BY_HEAD,
-            shard=QKV,
-        ),
-        transform(
-            f"{SOURCE}.self_attention.query_key_value.bias [3*H*D]",
-            f"{TARGET}.attention.qkv.bias",
-            HEAD_BY_HEAD,
-            shard=QKV,
-        ),
-        *linear(f"{SOURCE}.self_attention.dense", f"{TARGET}.attention.dense", "E,H*D", shard=ROW, bias=True),
-        *linear(f"{SOURCE}.mlp.dense_h_to_4h", f"{TARGET}.mlp.fc", "I,E", shard=COLUMN, bias=True),
-        *linear(f"{SOURCE}.mlp.dense_4h_to_h", f"{TARGET}.mlp.proj", "E,I", shard=ROW, bias=True),
+        *fused_qkv(f"{SOURCE}.self_attention.query_key_value", HEAD_BY_HEAD, bias=True),
+        *dense(f"{SOURCE}.self_attention.dense", bias=True),
+        *plain_mlp(f"{SOURCE}.mlp.dense_h_to_4h", f"{SOURCE}.mlp.dense_4h_to_h", bias=True),
         *norm(f"{SOURCE}.input_layernorm", f"{TARGET}.input_layernorm", bias=True),
         *norm(f"{SOURCE}.post_attention_layernorm", f"{TARGET}.post_layernorm", bias=True),
         *norm("transformer.ln_f", "transformer.ln_f", bias=True, pipeline="last"),

@@ -7,27 +7,24 @@ Sources: tensorrt_llm/models/gptneox/model.py and examples/gptneox/convert_check
 
 from porting_kit.architectures.family import GELU_IS_TANH, NORM_EPS_FIXED, Family, Requirement
 from porting_kit.architectures.fields import ROPE_FIELDS, attribute
-from porting_kit.architectures.operations import Ungroup
-from porting_kit.architectures.rules import (
-    COLUMN,
-    QKV,
-    ROW,
-    Drop,
-    embedding,
-    linear,
-    norm,
-    output_matrix,
-    transform,
+from porting_kit.architectures.fragments import (
+    HEAD_BY_HEAD,
+    TARGET,
+    built_in_masks,
+    dense,
+    fused_qkv,
+    plain_mlp,
+    recomputed_frequencies,
 )
+from porting_kit.architectures.rules import embedding, norm, output_matrix
 
-SOURCE, TARGET = "gpt_neox.layers.{i}", "transformer.layers.{i}"
-HEAD_BY_HEAD = Ungroup("H", ("1", "1", "1"))
+SOURCE = "gpt_neox.layers.{i}"
 MODEL = "tensorrt_llm/models/gptneox/model.py 0.11.0.dev2024062500"
 
 
-def derive_sizes(raw: dict) -> dict[str, tuple[object, str]]:
+def derive_sizes(raw: dict, values: dict) -> dict[str, tuple[object, str]]:
     """The class has no grouped-query attention: one key/value head per query head."""
-    return {"num_kv_heads": (raw["_normalised"]["num_heads"], "H")}
+    return {"num_kv_heads": (values["num_heads"], "H")}
 
 
 FAMILY = Family(
@@ -37,31 +34,15 @@ FAMILY = Family(
     model_folder="gptneox",
     rules=(
         embedding("gpt_neox.embed_in.weight"),
-        transform(
-            f"{SOURCE}.attention.query_key_value.weight [3*H*D,E]",
-            f"{TARGET}.attention.qkv.weight",
-            HEAD_BY_HEAD,
-            shard=QKV,
-        ),
-        transform(
-            f"{SOURCE}.attention.query_key_value.bias [3*H*D]",
-            f"{TARGET}.attention.qkv.bias",
-            HEAD_BY_HEAD,
-            shard=QKV,
-        ),
-        *linear(f"{SOURCE}.attention.dense", f"{TARGET}.attention.dense", "E,H*D", shard=ROW, bias=True),
-        *linear(f"{SOURCE}.mlp.dense_h_to_4h", f"{TARGET}.mlp.fc", "I,E", shard=COLUMN, bias=True),
-        *linear(f"{SOURCE}.mlp.dense_4h_to_h", f"{TARGET}.mlp.proj", "E,I", shard=ROW, bias=True),
+        *fused_qkv(f"{SOURCE}.attention.query_key_value", HEAD_BY_HEAD, bias=True),
+        *dense(f"{SOURCE}.attention.dense", bias=True),
+        *plain_mlp(f"{SOURCE}.mlp.dense_h_to_4h", f"{SOURCE}.mlp.dense_4h_to_h", bias=True),
         *norm(f"{SOURCE}.input_layernorm", f"{TARGET}.input_layernorm", bias=True),
         *norm(f"{SOURCE}.post_attention_layernorm", f"{TARGET}.post_attention_layernorm", bias=True),
         *norm("gpt_neox.final_layer_norm", "transformer.ln_f", bias=True, pipeline="last"),
         output_matrix("embed_out.weight", tied_from="gpt_neox.embed_in.weight"),
     ),
-    drops=(
-        Drop(f"{SOURCE}.attention.bias", "the causal mask is built in"),
-        Drop(f"{SOURCE}.attention.masked_bias", "the causal mask is built in"),
-        Drop(f"{SOURCE}.attention.rotary_emb.inv_freq", "rotary frequencies are computed again from the base"),
-    ),
+    drops=(*built_in_masks(f"{SOURCE}.attention"), recomputed_frequencies(f"{SOURCE}.attention")),
     position="rope_gpt_neox",
     norm="layer",
     mlp="plain",
@@ -72,6 +53,7 @@ FAMILY = Family(
     requirements=(
         Requirement("use_parallel_residual", (True,), True, "attention and MLP are always added in parallel", MODEL),
         Requirement("attention_bias", (True,), True, "the class's projections always have biases", MODEL),
+        Requirement("@intermediate_size", ("=4*E",), None, "the class's MLP is 4 E wide", MODEL),
         Requirement("@rope_scaling", (None,), None, "the class takes no rotary scaling", MODEL),
     ),
     differences=(GELU_IS_TANH, NORM_EPS_FIXED),

@@ -1,49 +1,53 @@
 """Qwen 1.5, 2 and 2.5: LLaMA's layout with biases on queries, keys and values and none on the output projection.
 
-Sources: tensorrt_llm/models/qwen/{model,config,convert}.py, 0.9.0.dev2024022700 to 0.13.0.dev2024090300.
+Sources: tensorrt_llm/models/qwen/{model,config,convert}.py, 0.10.0.dev2024043000 to 0.16.0.dev2024121000. The
+architecture is written as QWenForCausalLM, the one name that every release's MODEL_MAP holds (Qwen2ForCausalLM came
+with 0.12.0.dev2024072300); `qwen_type` chooses the layout.
 """
 
-from porting_kit.architectures.families.llama import (
-    ATTENTION_RULES,
-    INVERSE_FREQUENCIES,
-    MLP_RULES,
-    NORM_RULES,
-    OUTER_RULES,
-    QKV_BIAS,
-)
-from porting_kit.architectures.family import Family, Requirement, Switch
-from porting_kit.architectures.fields import ROPE_FIELDS, constant, switch
+from porting_kit.architectures.family import Family, Requirement
+from porting_kit.architectures.fields import ROPE_FIELDS, constant
+from porting_kit.architectures.fragments import LAYER, TARGET, dense, gated_mlp, recomputed_frequencies, separate_qkv
+from porting_kit.architectures.rules import embedding, norm, output_matrix
 
 MODEL = "tensorrt_llm/models/qwen/model.py 0.11.0.dev2024062500"
+QWEN_FIELDS = (
+    *ROPE_FIELDS,
+    constant("attn_bias", True, "queries, keys and values have biases"),
+    constant("mlp_bias", False, "the MLP has none"),
+)
+NO_WINDOW = Requirement("use_sliding_window", (False,), False, "the class has no per-layer sliding window", MODEL)
 
 FAMILY = Family(
     name="qwen2",
     model_types=("qwen2",),
-    architectures={"Qwen2ForCausalLM": "Qwen2ForCausalLM"},
+    architectures={"Qwen2ForCausalLM": "QWenForCausalLM"},
     model_folder="qwen",
-    rules=(*OUTER_RULES, *ATTENTION_RULES, QKV_BIAS, *MLP_RULES, *NORM_RULES),
-    drops=(INVERSE_FREQUENCIES,),
+    rules=(
+        embedding("model.embed_tokens.weight"),
+        *separate_qkv(f"{LAYER}.self_attn", bias=True),
+        *dense(f"{LAYER}.self_attn.o_proj"),
+        *gated_mlp(f"{LAYER}.mlp"),
+        *norm(f"{LAYER}.input_layernorm", f"{TARGET}.input_layernorm"),
+        *norm(f"{LAYER}.post_attention_layernorm", f"{TARGET}.post_layernorm"),
+        *norm("model.norm", "transformer.ln_f", pipeline="last"),
+        output_matrix("lm_head.weight", tied_from="model.embed_tokens.weight"),
+    ),
+    drops=(recomputed_frequencies(),),
     position="rope_gpt_neox",
     norm="rms",
     mlp="gated",
     qkv="separate",
-    switches={
-        "attention_bias": Switch(default=True),
-        "mlp_bias": Switch(default=False),
-    },
     defaults={"norm_eps": 1e-6, "activation": "silu", "tied": False},
     fields=(
-        *ROPE_FIELDS,
-        switch("attn_bias", "attention_bias"),
-        switch("mlp_bias"),
+        *QWEN_FIELDS,
         constant("qwen_type", "qwen2", "the class chooses its layout by it"),
         constant("moe_intermediate_size", 0, "no experts"),
         constant("moe_shared_expert_intermediate_size", 0, "no experts"),
     ),
-    requirements=(
-        Requirement("use_sliding_window", (False,), False, "the class has no per-layer sliding window", MODEL),
-    ),
+    requirements=(NO_WINDOW,),
     handled_keys=("qwen_type", "max_window_layers", "layer_types", "sliding_window"),
     pipeline=True,
-    first_release="0.9.0",
+    first_release="0.9.0.dev2024031900",
+    head_size_since="0.11.0.dev2024060400",
 )
