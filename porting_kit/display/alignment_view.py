@@ -1,21 +1,36 @@
 """What an alignment found: gates, first divergence, texts, acceptance, errors layer by layer, cause.
 
-Every function takes `AlignmentResult.as_dict()`, the document the align step keeps in the run folder, so that notebook
-and report show the same.
+Every function takes the align step's document (`AlignResult.document()`, or `alignment.json` of the run folder), so
+that notebook and report show the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar
 
 from porting_kit.display.plots import Picture, plot_accepted_lengths, plot_layer_errors, plot_margins
 from porting_kit.display.tables import Code, Facts, Stack, Table, VerdictMark
 
 Document = Mapping[str, Any]
+View = TypeVar("View", bound=Callable[..., Any])
 LAYERS_SHOWN = 12
+HYPOTHESES_SHOWN = 6
+NO_TOKENS = "There are no tokens to show: the release's kernels refused this model."
 
 
+def _with_tokens(view: View) -> View:
+    """A view of an alignment that was refused before its first token says so."""
+
+    @wraps(view)
+    def guarded(alignment: Document, *arguments: Any, **options: Any) -> Any:
+        return view(alignment, *arguments, **options) if "rows" in alignment else Facts([], note=NO_TOKENS)
+
+    return guarded  # type: ignore[return-value]
+
+
+@_with_tokens
 def alignment_facts(alignment: Document) -> Facts:
     """The figures a reader looks for first."""
     noise = alignment["noise"]
@@ -36,6 +51,7 @@ def alignment_facts(alignment: Document) -> Facts:
     return Facts([(name, value) for name, value in pairs if value is not None], note=note)
 
 
+@_with_tokens
 def checks_table(alignment: Document) -> Table:
     """The gates of the alignment, each with what was found."""
     words = {True: "pass", False: "fail", None: "not_run"}
@@ -43,6 +59,7 @@ def checks_table(alignment: Document) -> Table:
     return Table(("check", "verdict", "found"), rows, title="Checks")
 
 
+@_with_tokens
 def divergence_facts(alignment: Document) -> Facts:
     """The first token that is not the base's own best: where, in which phase, by how much."""
     first = alignment["first_divergence"]
@@ -62,6 +79,7 @@ def divergence_facts(alignment: Document) -> Facts:
     return Facts([(name, value) for name, value in pairs if value is not None], title="First divergence")
 
 
+@_with_tokens
 def texts_table(alignment: Document, texts: Sequence[str] = (), *, limit: int | None = 12) -> Table:
     """One row a prompt.
 
@@ -89,6 +107,7 @@ def texts_table(alignment: Document, texts: Sequence[str] = (), *, limit: int | 
     return Table(columns, rows, title="Texts", note="Margins in logits, under the base model.", limit=limit)
 
 
+@_with_tokens
 def margins_plot(alignment: Document, prompt: int | None = None) -> Picture | Facts:
     """Margins along one prompt's text: that of the first divergence unless another is asked for."""
     if prompt is None:
@@ -100,6 +119,7 @@ def margins_plot(alignment: Document, prompt: int | None = None) -> Picture | Fa
     return plot_margins(row["margins"], tolerance=tolerance, near_ties=row["near_ties"], wrong=row["wrong"])
 
 
+@_with_tokens
 def acceptance_view(alignment: Document) -> Stack:
     """How many drafts were confirmed, and how often each head was right."""
     by_depth = alignment["accepted_by_depth"]
@@ -120,6 +140,7 @@ def acceptance_view(alignment: Document) -> Stack:
     return Stack(tuple(parts))
 
 
+@_with_tokens
 def layers_view(alignment: Document) -> Stack:
     """Error of every compared sub-module, and the first that parts from the base."""
     layers = alignment["layers"]
@@ -143,19 +164,28 @@ def layers_view(alignment: Document) -> Stack:
 
 
 def cause_view(cause: Document | None) -> Stack | Facts:
-    """What explains a failed alignment: cause, evidence, fix, the next best causes."""
+    """What explains a failed alignment: `diagnosis.Diagnosis.as_dict()`, or None when no cause was looked for."""
     if not cause:
-        return Facts([], note="No cause was looked for: nothing is wrong, or the step did not ask.")
-    known = ("cause", "sentence", "evidence", "fix", "undecided", "extra_file")
-    pairs = [(name.replace("_", " "), cause[name]) for name in known if cause.get(name)]
-    others = cause.get("next_best") or cause.get("ranking") or []
-    facts = Facts(pairs, title="Cause")
-    if not others:
-        return facts
-    columns = tuple(dict.fromkeys(name for other in others for name in other))
-    return Stack((facts, Table(columns, [tuple(other.get(name) for name in columns) for other in others])))
+        return Facts([], note="No cause was looked for: nothing is wrong, or no token was made.")
+    labels = {"verdict": "cause", "name": "name", "why": "why", "fix": "fix", "decided_by": "what would decide"}
+    pairs = [(label, cause[name]) for name, label in labels.items() if cause.get(name)]
+    pairs += [("evidence", sentence) for sentence in cause.get("evidence", ())]
+    facts = Facts([*pairs, *([("read in", cause["source"])] if cause.get("source") else [])], title="Cause")
+    title = "Hypotheses, best first"
+    if cause.get("to_explain"):
+        title += f": how many of {cause['to_explain']} tokens and steps that the healthy port does not explain"
+    rows = [
+        (Code(item["name"]), item["explained"], item["unexplained_tokens"], item["unexplained_steps"], item["error"])
+        for item in cause.get("ranking", ())
+    ]
+    columns = ("hypothesis", "explains", "tokens it does not", "steps it does not", "could not be tried")
+    title = (
+        f"Hypotheses, best first; `explains` is{observed} that the healthy port does not" if observed else "Hypotheses"
+    )
+    return Stack((facts, Table(columns, rows, title=title, limit=HYPOTHESES_SHOWN))) if rows else facts
 
 
+@_with_tokens
 def fit_table(alignment: Document) -> Table | Facts:
     """How far a fitted base lies from the original, against the bounds."""
     fit = alignment["approximate_fit"]
@@ -168,6 +198,7 @@ def fit_table(alignment: Document) -> Table | Facts:
     return Table(("figure", "measured", "bound", "verdict"), rows, title="Approximate fit", note=" ".join(fit["notes"]))
 
 
+@_with_tokens
 def runs_table(alignment: Document) -> Table:
     """The decode runs that were compared with each other."""
     rows = [(name, run.get("tokens_per_step"), run.get("seconds")) for name, run in alignment["runs"].items()]

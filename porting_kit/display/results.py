@@ -125,9 +125,60 @@ def tensor_table(targets: Iterable[Any], *, limit: int | None = 12) -> Table:
     return Table(("target", "from", "operations", "shape", "dtype"), rows, title="Tensors", limit=limit)
 
 
-def mapping_facts(mapping: Mapping[str, Any], title: str = "", note: str = "") -> Facts:
-    """Flat figures as name and value."""
-    return Facts([(name, _shorten(value)) for name, value in mapping.items()], title=title, note=note)
+def base_facts(base: Any, heads: Any) -> Facts:
+    """Base and heads as their headers describe them.
+
+    Args:
+        base: `architectures.BaseConfig`.
+        heads: `conversion.HeadSet`.
+    """
+    group = base.num_heads // base.num_kv_heads
+    own = "own output matrices" if heads.own_output else "the base's output matrix"
+    pairs = [
+        ("family", base.family),
+        ("TensorRT-LLM architecture", Code(base.architecture)),
+        ("layers, hidden size", f"{base.num_layers}, {base.hidden_size}"),
+        ("query heads / key-value heads / head size", f"{base.num_heads} / {base.num_kv_heads} / {base.head_size}"),
+        ("query heads per key-value head", group),
+        ("positions", base.position_kind),
+        ("vocabulary", base.vocab_size),
+        ("heads", f"{heads.num_heads} of {heads.found_heads} found, {heads.num_layers} residual layers each, {own}"),
+        ("heads' layout", heads.layout),
+    ]
+    return Facts([*pairs, *(("warning", warning) for warning in heads.warnings)], title="Base and heads")
+
+
+def drops_table(drops: Iterable[Any], file: str) -> Table:
+    """Where a model definition loses the speculative-decoding arguments."""
+    rows = [
+        (drop.line, Code(f"{drop.class_name}.{drop.method}"), Code(drop.argument), drop.kind, f"the {drop.level}")
+        for drop in drops
+    ]
+    note = "Nothing is dropped: every argument reaches every attention call." if not rows else ""
+    columns = ("line", "method", "argument", "fault", "does not reach")
+    return Table(columns, rows, title=f"Dropped on the way down in {file}", note=note)
+
+
+def edits_table(edits: Iterable[Any]) -> Table:
+    """What the patch adds, in the order of the text."""
+    rows = [
+        (edit.line, Code(f"{edit.class_name}.{edit.method}"), Code(edit.site), Code(", ".join(edit.added)))
+        for edit in edits
+    ]
+    note = "" if rows else "The model already passes the arguments; only the Medusa class is added."
+    return Table(("line", "method", "at", "added"), rows, title="Edits", note=note)
+
+
+def flags_table(flags: Iterable[Any]) -> Table:
+    """A planned command's flags, each with the reason it is there."""
+    rows = [(Code(f"--{flag['name']}"), Code(flag["value"] or ""), flag["reason"]) for flag in map(_as_dict, flags)]
+    return Table(("flag", "value", "why"), rows, title="Flags")
+
+
+def pin_facts(pin: Any) -> Facts:
+    """Which release range to build with, and the others."""
+    others = [f"{item.facts.name}: {len(item.refused)} refused, {len(item.silent)} silent" for item in pin.others[:4]]
+    return Facts([("release", pin.candidate.facts.name), ("why", pin.reason), ("others", others)], title="Release")
 
 
 def _as_dict(row: Any) -> Mapping[str, Any]:

@@ -53,9 +53,7 @@ def find_cause(outcomes: Outcomes) -> str | None:
     """The named cause of a failed alignment, None when none was looked for or found."""
     align = outcomes.get("align")
     cause = align.figures.get("cause") if align else None
-    if isinstance(cause, Mapping):
-        return cause.get("sentence") or cause.get("cause")
-    return cause
+    return (cause.get("verdict") or cause.get("name")) if isinstance(cause, Mapping) else None
 
 
 def find_fix(outcomes: Outcomes) -> str | None:
@@ -121,9 +119,13 @@ def _conversion(run: PortRun, outcomes: Outcomes) -> Section | None:
 def _build(run: PortRun, outcomes: Outcomes) -> Section | None:
     if "build" not in outcomes:
         return None
-    command = outcomes["build"].figures.get("command")
-    parts = (Preformatted(command, title="Command"),) if isinstance(command, str) else ()
-    return Section("build", "Build", parts, outcomes["build"].summary)
+    script, plan = run.folder.engine / "build.sh", read_document(run.folder.engine / "build_plan.json")
+    parts: list[Any] = []
+    if script.is_file():
+        parts.append(Preformatted(script.read_text(encoding="utf-8"), title="engine/build.sh"))
+    if plan:
+        parts += [results.flags_table(plan["flags"]), Table(("remark",), [(text,) for text in plan["remarks"]])]
+    return Section("build", "Build", tuple(parts), outcomes["build"].summary)
 
 
 def _alignment(run: PortRun, outcomes: Outcomes) -> Section | None:

@@ -83,6 +83,34 @@ def walk_hunks(diff: str, *, interactive: bool) -> Walker:
     return Walker(frames, view_diff(diff), interactive=interactive, noun="hunk")
 
 
+def walk_alignment(align: Any, tree: Any, *, prompt: int = 0, interactive: bool) -> Walker | Facts:
+    """Step through the accepted trees of one prompt of an alignment.
+
+    Args:
+        align: `steps.align.AlignResult`.
+        tree: the tree of the run.
+        prompt: which prompt.
+        interactive: whether the slider is shown.
+    """
+    texts = align.alignment.texts if align.alignment is not None else ()
+    if prompt >= len(texts) or texts[prompt].origins is None:
+        return Facts([], note="There are no steps to walk: no token was made here, or an engine made them.")
+    text = texts[prompt]
+    paths = text.origins.accepted_paths()
+    steps = [
+        [token for token, made_in in zip(text.tokens, text.origins.step.tolist(), strict=True) if made_in == step]
+        for step in range(1, len(paths) + 1)
+    ]
+    return walk_trees(
+        tree, paths, [decode_tokens(align.tokenizer, tokens) for tokens in steps], interactive=interactive
+    )
+
+
+def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Token ids as text, or as numbers when there is no tokenizer."""
+    return tokenizer.decode(list(tokens)) if tokenizer is not None else " ".join(map(str, tokens))
+
+
 def walk_trees(
     tree: Any, accepted: Sequence[Sequence[int]], texts: Sequence[str], *, interactive: bool, shown: int = 12
 ) -> Walker:
@@ -111,6 +139,33 @@ def walk_trees(
         ("step", "tokens", "accepted nodes", "text"), rows, title="Accepted paths of one request", limit=shown
     )
     return Walker(frames, Stack((plot_tree(tree, accepted=longest), table)), interactive=interactive, noun="step")
+
+
+def settings_table(
+    run: PortRun, overrides: Mapping[str, Any], chosen: Mapping[str, tuple[Any, str]] | None = None
+) -> Stack:
+    """The settings in force: each main field, its value, and who set it.
+
+    Args:
+        run: the run.
+        overrides: the notebook's parameters that were laid over the port file; None values set nothing.
+        chosen: field -> value and who chose it, over both.
+    """
+    origins = {name: (value, "parameter") for name, value in overrides.items() if value is not None}
+    origins |= chosen or {}
+    meanings = dict(FORM_FIELDS)
+    rows = []
+    for name in dict.fromkeys([*meanings, *origins]):
+        value, origin = origins.get(name) or (read_field(run.port, name), "port file")
+        rows.append((Code(name), Code(str(value)), origin, meanings.get(name, "")))
+    title = f"Port {run.port.name}, from {run.port_file.name}, in run folder {run.folder.root.name}"
+    return Stack((Table(("field", "value", "set by", "meaning"), rows, title=title),))
+
+
+def read_field(port: Port, name: str) -> Any:
+    """A field of the port by its dotted name."""
+    section, _, field = name.rpartition(".")
+    return getattr(getattr(port, section) if section else port, field)
 
 
 class PortForm:
@@ -151,23 +206,11 @@ class PortForm:
 
     def table(self) -> Stack:
         """The static twin: each field, its value, and who set it."""
-        rows = [(Code(name), Code(str(self._value(name))), self._origin(name), about) for name, about in FORM_FIELDS]
-        others = [(Code(name), Code(str(value)), "parameter", "") for name, value in self.overrides.items()]
-        known = {name for name, _ in FORM_FIELDS}
-        rows += [row for row in others if row[0].value not in known]
-        paths = Facts([("port file", Code(self.run.port_file.name)), ("run folder", Code(self.run.folder.root.name))])
-        return Stack((paths, Table(("field", "value", "set by", "meaning"), rows, title=f"Port {self.run.port.name}")))
+        chosen = {name: (value, "this form") for name, value in self.changes.items()}
+        return settings_table(self.run, self.overrides, chosen)
 
     def _value(self, name: str) -> Any:
-        if name in self.changes:
-            return self.changes[name]
-        section, _, field = name.rpartition(".")
-        return getattr(getattr(self.run.port, section) if section else self.run.port, field)
-
-    def _origin(self, name: str) -> str:
-        if name in self.changes:
-            return "this form"
-        return "parameter" if name in self.overrides else "port file"
+        return self.changes.get(name, read_field(self.run.port, name))
 
     def _build(self) -> None:
         import ipywidgets

@@ -89,8 +89,11 @@ def fill_run(run, verdict=Verdict.FAIL):
     }
     write_json(run.folder.checkpoint / "receipt.json", receipt)
     write_json(run.folder.checkpoint / "medusa_choices.json", [[0], [0, 0]])
-    finish(run, "build", Verdict.NOT_RUN, figures={"command": "trtllm-build --max_beam_width 1"})
-    cause = {"cause": "alibi_dropped", "sentence": "ALiBi is dropped in generation", "fix": "fit: [fold_alibi]"}
+    finish(run, "build", Verdict.NOT_RUN)
+    write_text(run.folder.engine / "build.sh", "trtllm-build --max_beam_width 1\n")
+    flag = {"name": "max_beam_width", "value": "1", "reason": "one greedy sequence"}
+    write_json(run.folder.engine / "build_plan.json", {"flags": [flag], "remarks": ["no context logits"]})
+    cause = {"name": "alibi_dropped", "verdict": "ALiBi is dropped in generation", "fix": "fit: [fold_alibi]"}
     figures = {"cause": cause} if verdict is Verdict.FAIL else {}
     gate = "tokens" if verdict is Verdict.FAIL else None
     alignment = {**make_alignment(verdict).as_dict(), "cause": figures.get("cause")}
@@ -153,6 +156,7 @@ def test_every_step_has_its_section(run):
         "odd_key",
         "digits are lost",
         "trtllm-build --max_beam_width 1",
+        "one greedy sequence",
         "depth 1",
         "the attention of layer 0 parts first",
         "abababab",
