@@ -12,6 +12,7 @@ import argparse
 import ast
 import hashlib
 import importlib.metadata
+import json
 import lzma
 import platform
 import re
@@ -224,9 +225,10 @@ def is_prose(line: str) -> bool:
     return letters >= 0.85 * len(line) and len(words) >= 6 and common >= 0.12 * len(words)
 
 
-def write_text(documents: Sequence[str], file: Path) -> None:
-    """Write documents to one xz file."""
+def write_text(documents: Sequence[str], source: TextSource, file: Path) -> None:
+    """Write documents to one xz file, and their source beside it as JSON."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    file.with_suffix(".json").write_text(json.dumps(source.as_dict(), indent=2) + "\n", encoding="utf-8")
     file.write_bytes(lzma.compress(DOCUMENT_SEPARATOR.join(documents).encode(), preset=6))
 
 
@@ -292,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="file to write, ending in .xz")
     options = parser.parse_args(arguments)
     documents, source = collect_text()
-    write_text(documents, options.out)
+    write_text(documents, source, options.out)
     print(f"{source.documents} documents, {source.characters} characters, sha256 {source.sha256}")
 
 

@@ -1,0 +1,218 @@
+"""Training data for Medusa heads: the base model's own greedy continuations and the hidden states behind them.
+
+Heads are accepted when they say what the base will say, so they learn from what the base says, not from human text.
+Prompts of one length are continued together, so that no row needs padding on the left; what follows an end token is
+masked out. This module calls the base through Hugging Face's `generate` and knows nothing of heads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from porting_kit.errors import BaseModelError, HeadsError
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """Greedy continuations, C tokens each, of many prompts.
+
+    Args:
+        hidden: [rows, C - 1, E]; entry c is the base's last hidden state (after the final norm) from which it chose
+            token c. The last token's is left out: nothing that follows it is known.
+        tokens: int64 [rows, C]; IGNORED after the first end token.
+    """
+
+    hidden: torch.Tensor
+    tokens: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        """How many prompts were continued."""
+        return self.tokens.shape[0]
+
+    def targets(self, num_heads: int) -> torch.Tensor:
+        """What each head must say: int64 [rows, C - 1, M], IGNORED where the base said nothing any more.
+
+        Head m reads hidden entry c, from which the base chose token c, and must name token c + 1 + m.
+        """
+        rows, count = self.tokens.shape
+        targets = self.tokens.new_full((rows, count - 1, num_heads), IGNORED)
+        for head in range(num_heads):
+            known = self.tokens[:, 1 + head :]
+            targets[:, : known.shape[1], head] = known
+        return targets
+
+    def take(self, rows: slice) -> Continuations:
+        """A part of the rows."""
+        return Continuations(self.hidden[rows], self.tokens[rows])
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Token ids put before and after a piece of text to make a prompt; the bare frame adds none."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
+def build_chat_frame(tokenizer: Any, instruction: str) -> Frame:
+    """The frame that makes `instruction` followed by a piece of text a chat prompt of this tokenizer.
+
+    Raises:
+        HeadsError: the tokenizer has no chat template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise HeadsError(
+            "instructions need a chat template, and the tokenizer has none",
+            expected="a tokenizer with a chat template",
+            found=type(tokenizer).__name__,
+            next_step="leave the instructions out",
+        )
+    message = [{"role": "user", "content": f"{instruction}\x00"}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    parts = text.split("\x00")
+    return Frame(*(tuple(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in parts))
+
+
+def cut_prompts(
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    lengths_tokens: Sequence[int],
+    limit: int,
+    seed: int,
+    frames: Sequence[Frame] = (Frame(),),
+) -> list[list[int]]:
+    """Cut prompts of the given lengths out of texts: beginnings and, from long texts, later places too.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        texts: documents.
+        lengths_tokens: lengths of the pieces, used in turn.
+        limit: how many prompts at most.
+        seed: for the choice and its order.
+        frames: put around the pieces, used in turn.
+
+    Returns:
+        token ids, `limit` of them or fewer, no two equal.
+
+    Raises:
+        HeadsError: the texts give no prompt at all.
+    """
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    shapes = itertools.cycle(itertools.product(frames, lengths_tokens))
+    prompts: dict[tuple[int, ...], None] = {}
+    for index in order:
+        ids = tokenizer(texts[index])["input_ids"]
+        frame, length = next(shapes)
+        for start in range(0, len(ids) - length + 1, length):
+            prompts[(*frame.before, *ids[start : start + length], *frame.after)] = None
+        if len(prompts) >= limit:
+            break
+    if not prompts:
+        raise HeadsError(
+            "the texts give no training prompt",
+            expected=f"texts of at least {min(lengths_tokens)} tokens",
+            found=f"{len(texts)} texts, all shorter",
+            next_step="give longer texts, or ask for shorter prompts",
+        )
+    return [list(prompt) for prompt in prompts][:limit]
+
+
+@torch.inference_mode()
+def continue_greedily(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int,
+    batch_rows: int,
+    report: Callable[[str], None] = print,
+) -> Continuations:
+    """Let the base continue every prompt greedily and keep the hidden states it did it with.
+
+    Args:
+        model: a Hugging Face causal language model, on its device, in the type it will be served in.
+        prompts: token ids; grouped by length here, so the rows come back in another order.
+        new_tokens: C.
+        batch_rows: rows of one `generate` call.
+        report: called with a line of progress.
+
+    Returns:
+        the continuations, hidden states in the model's own type on its own device.
+
+    Raises:
+        BaseModelError: a hidden state is not finite.
+    """
+    end_ids = _end_ids(model)
+    by_length: dict[int, list[Sequence[int]]] = {}
+    for prompt in prompts:
+        by_length.setdefault(len(prompt), []).append(prompt)
+    hidden, tokens, done = [], [], 0
+    for length, group in sorted(by_length.items()):
+        for start in range(0, len(group), batch_rows):
+            batch = torch.tensor(group[start : start + batch_rows], device=model.device)
+            sequences = _generate(model, batch, new_tokens, end_ids)
+            # one pass over the whole rows is cheaper than keeping every step's states in the loop above
+            states = _last_hidden(model, sequences[:, :-1])[:, length - 1 : -1]
+            if not states.isfinite().all():
+                raise BaseModelError(
+                    "the base model's hidden states are not finite",
+                    expected="finite numbers",
+                    found=f"NaN or infinity in {str(states.dtype).removeprefix('torch.')}",
+                    next_step="check the base's weights, or run it in bfloat16 or float32",
+                )
+            hidden.append(states)
+            tokens.append(_mask_after_end(sequences[:, length:], end_ids))
+            done += batch.shape[0]
+            report(f"continued {done}/{len(prompts)} prompts")
+    mix = torch.randperm(done, generator=torch.Generator().manual_seed(done)).to(model.device)
+    return Continuations(torch.cat(hidden)[mix], torch.cat(tokens)[mix])
+
+
+def _generate(model: Any, batch: torch.Tensor, new_tokens: int, end_ids: list[int]) -> torch.Tensor:
+    """Greedy tokens with every generation setting stated: [rows, S] -> [rows, S + C].
+
+    The base's own generation config could hold penalties or sampling; the served engine has neither.
+    """
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=new_tokens,
+        eos_token_id=end_ids or None,
+        pad_token_id=end_ids[0] if end_ids else 0,
+        repetition_penalty=1.0,
+        use_cache=True,
+    )
+    sequences = model.generate(batch, attention_mask=torch.ones_like(batch), generation_config=settings)
+    missing = batch.shape[1] + new_tokens - sequences.shape[1]  # every row may have ended early
+    return torch.nn.functional.pad(sequences, (0, missing), value=end_ids[0] if end_ids else 0)
+
+
+def _last_hidden(model: Any, sequences: torch.Tensor, chunk_tokens: int = 65536) -> torch.Tensor:
+    """Hidden states after the final norm, [rows, S, E], a few rows at a time."""
+    rows = max(1, chunk_tokens // sequences.shape[1])
+    parts = [model.base_model(input_ids=part, use_cache=False).last_hidden_state for part in sequences.split(rows)]
+    return torch.cat(parts)
+
+
+def _mask_after_end(tokens: torch.Tensor, end_ids: list[int]) -> torch.Tensor:
+    """IGNORED behind the first end token of each row; the end token itself is kept."""
+    ended = torch.isin(tokens, torch.tensor(end_ids, device=tokens.device, dtype=tokens.dtype))
+    after = ended.cumsum(1) - ended.long() > 0
+    return tokens.masked_fill(after, IGNORED)
+
+
+def _end_ids(model: Any) -> list[int]:
+    found = model.generation_config.eos_token_id
+    if found is None:
+        found = model.config.eos_token_id
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
