@@ -179,9 +179,6 @@ def cause_view(cause: Document | None) -> Stack | Facts:
         for item in cause.get("ranking", ())
     ]
     columns = ("hypothesis", "explains", "tokens it does not", "steps it does not", "could not be tried")
-    title = (
-        f"Hypotheses, best first; `explains` is{observed} that the healthy port does not" if observed else "Hypotheses"
-    )
     return Stack((facts, Table(columns, rows, title=title, limit=HYPOTHESES_SHOWN))) if rows else facts
 
 
