@@ -25,8 +25,10 @@ def site(root):
 
 @pytest.fixture
 def project(root, tmp_path):
-    """A copy of what the site is made from, with one short notebook."""
+    """A copy of what the site is made from, the project's notebooks included, with one short notebook more."""
     (tmp_path / "notebooks").mkdir()
+    for notebook in (root / "notebooks").glob("*.ipynb"):
+        shutil.copy(notebook, tmp_path / "notebooks")
     shutil.copytree(root / "notebooks" / "site", tmp_path / "notebooks" / "site")
     shutil.copy(root / "README.md", tmp_path)
     shutil.copy(FIXTURE, tmp_path / "notebooks" / "00_count.ipynb")
@@ -55,6 +57,9 @@ WIDGET = {
 
 
 def test_the_site_builds_with_the_outputs_of_the_run(project):
+    shutil.copytree(
+        project / "notebooks", project / "runs" / "demo", ignore=shutil.ignore_patterns("site", "00_count.*")
+    )
     write_executed(project / "runs" / "demo" / "preflight", STREAM, WIDGET)
     run = build(project)
     assert run.returncode == 0, run.stderr
