@@ -12,7 +12,7 @@ from porting_kit.engine.build_parser import check_arguments, read_build_parser, 
 from porting_kit.engine.plan import plan_build
 from porting_kit.engine.run_script import plan_inference, write_prompt_file
 from porting_kit.errors import CapturedFileError, CheckpointError, PortFileError, SourceTreeError, TreeError
-from porting_kit.releases.build_flags import known_build_flags, known_run_flags
+from porting_kit.releases.build_flags import draft_limit_key, known_build_flags, known_run_flags
 from porting_kit.source_tree import open_source_tree
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -34,7 +34,7 @@ needs_trees = pytest.mark.skipif(not upstream_trees(), reason="TRTLLM_SOURCE nam
 
 
 def config(release="0.11.0", **changes):
-    limit = "max_medusa_token_len" if release and release.startswith("0.8") else "max_draft_len"
+    limit = draft_limit_key(release or "0.11.0")
     settings = {
         "architecture": "BloomForCausalLM",
         "dtype": "float16",

@@ -40,6 +40,7 @@ def _load_parse_function(tree: SourceTree) -> Callable[[], object]:
         "argparse": argparse,
         "add_plugin_argument": _load_plugin_module(tree)["add_plugin_argument"],
         "cluster_infos": {},
+        "_cluster_infos": {},
         "severity_map": {"info": 0},
         "LoraManager": types.SimpleNamespace(LORA_MODULE_IDS={}),
         "KVCacheType": str,
