@@ -196,8 +196,8 @@ def _explain_prompt(row: np.ndarray, prompt: Sequence[int], prompts: Sequence[Se
             return f"the prompt was cut: its {what} missing" + (" (a start token?)" if cut == 1 else "")
     for shift in range(1, len(ids) - len(wanted) + 1):
         if ids[shift : shift + len(wanted)] == wanted:
-            extra = "a token" if shift == 1 else f"{shift} tokens"
-            return f"{extra} stand before the prompt (left padding, or a start token added twice)"
+            extra = "a token stands" if shift == 1 else f"{shift} tokens stand"
+            return f"{extra} before the prompt (left padding, or a start token added twice)"
     same = next((at for at, (a, b) in enumerate(zip(ids, wanted, strict=False)) if a != b), 0)
     if same == 0:
         return "the row does not begin with its prompt: it holds another prompt, or generated ids only"

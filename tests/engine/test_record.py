@@ -1,0 +1,169 @@
+"""Engine folders against the tree they will be run with, their records, and the server settings that go with them."""
+
+import json
+
+import pytest
+
+from porting_kit.engine.command import CommandPlan, PlannedFlag
+from porting_kit.engine.record import check_engine, read_engine_config, read_record, write_record
+from porting_kit.engine.serving import check_server_settings, make_server_settings
+from porting_kit.errors import CheckpointError
+
+CHOICES = [[0], [0, 0], [1]]
+
+
+def write_engine(folder, *, version="0.11.0", **build):
+    settings = {
+        "max_batch_size": 8,
+        "max_input_len": 1024,
+        "max_seq_len": 2111,
+        "max_num_tokens": 8192,
+        "max_draft_len": 63,
+        "speculative_decoding_mode": 4,
+        "gather_generation_logits": True,
+        "plugin_config": {"tokens_per_block": 64},
+    } | build
+    document = {
+        "version": version,
+        "pretrained_config": {
+            "architecture": "BloomForCausalLM",
+            "num_medusa_heads": 4,
+            "max_draft_len": 63,
+            "mapping": {"tp_size": 2, "pp_size": 1},
+        },
+        "build_config": {key: value for key, value in settings.items() if value is not None},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(document))
+    (folder / "rank0.engine").write_bytes(b"engine")
+    return folder
+
+
+def verdicts(folder, num_drafts=63, depth=4, planned_release=None):
+    gates = check_engine(
+        read_engine_config(folder), num_drafts=num_drafts, depth=depth, planned_release=planned_release
+    )
+    return {gate.name: gate for gate in gates}
+
+
+def test_an_engine_says_what_it_was_built_for(tmp_path):
+    engine = read_engine_config(write_engine(tmp_path))
+    assert (engine.release, engine.mode, engine.max_draft_len, engine.num_medusa_heads) == ("0.11.0", "medusa", 63, 4)
+    assert (engine.max_batch_size, engine.tokens_per_block, engine.tp_size) == (8, 64, 2)
+    assert engine.gather_generation_logits
+
+
+def test_a_fitting_engine_passes_every_gate(tmp_path):
+    gates = verdicts(write_engine(tmp_path), planned_release="0.11.0")
+    assert {gate.verdict for gate in gates.values()} == {"pass"}
+
+
+def test_an_engine_without_the_medusa_mode_is_named_as_such(tmp_path):
+    gates = verdicts(write_engine(tmp_path, max_draft_len=0, speculative_decoding_mode=1))
+    assert gates["engine mode"].verdict == "refused"
+    assert "0 draft tokens" in gates["engine mode"].effect
+    assert gates["tree"].verdict == "refused"
+    assert "without the Medusa mode" in gates["tree"].effect
+
+
+def test_another_speculative_mode_is_refused(tmp_path):
+    gates = verdicts(write_engine(tmp_path, speculative_decoding_mode=8))
+    assert gates["engine mode"].verdict == "refused"
+    assert "lookahead_decoding" in gates["engine mode"].value
+
+
+def test_an_engine_of_a_release_without_the_mode_field_is_judged_by_its_limit(tmp_path):
+    folder = write_engine(tmp_path, version="0.9.0", speculative_decoding_mode=None, max_seq_len=None, max_output_len=9)
+    assert verdicts(folder)["engine mode"].verdict == "pass"
+    assert read_engine_config(folder).max_seq_len == 1033
+
+
+def test_a_tree_above_the_draft_limit_is_refused(tmp_path):
+    gates = verdicts(write_engine(tmp_path, max_draft_len=15))
+    assert gates["tree"].verdict == "refused"
+    assert "48 nodes too many" in gates["tree"].effect
+
+
+def test_a_batch_that_does_not_fit_into_one_step_is_refused(tmp_path):
+    gates = verdicts(write_engine(tmp_path, max_num_tokens=256))
+    assert gates["tokens per step"].verdict == "refused"
+    assert "8 x 64 = 512" in gates["tokens per step"].value
+
+
+def test_an_engine_of_another_release_lists_the_differences(tmp_path):
+    gate = verdicts(write_engine(tmp_path, version="0.9.0"), planned_release="0.13.0")["engine release"]
+    assert gate.verdict == "refused"
+    assert "known differences" in gate.effect
+    assert verdicts(write_engine(tmp_path), planned_release="0.11.0")["engine release"].verdict == "pass"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no config.json"),
+        ("{", "not JSON"),
+        ('{"architecture": "BloomForCausalLM"}', "not an engine's"),
+        ('{"version": "0.11.0"}', "not an engine's"),
+    ],
+)
+def test_folders_that_are_no_engines_are_refused(tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=words):
+        read_engine_config(tmp_path)
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    folder = write_engine(tmp_path / "engine")
+    (tmp_path / "checkpoint").mkdir()
+    plan = CommandPlan(("trtllm-build",), "0.11.0", (PlannedFlag("max_draft_len", "63", "tree"),), "a test")
+    write_record(folder, plan=plan, choices=CHOICES, checkpoint_dir=tmp_path / "checkpoint", seconds=12.34)
+    return folder
+
+
+def test_the_tree_stays_beside_its_engine(recorded):
+    record = read_record(recorded)
+    assert record["medusa_choices"] == CHOICES
+    assert record["command"] == ["trtllm-build", "--max_draft_len", "63"]
+    assert set(record["engine"]) == {"rank0.engine"}
+
+
+def test_an_engine_that_changed_since_is_not_the_recorded_one(recorded):
+    (recorded / "rank0.engine").write_bytes(b"another")
+    with pytest.raises(CheckpointError, match="not the ones the record is about"):
+        read_record(recorded)
+
+
+def test_a_missing_or_broken_record_is_refused(recorded):
+    (recorded / "porting_record.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not JSON"):
+        read_record(recorded)
+    (recorded / "porting_record.json").unlink()
+    with pytest.raises(CheckpointError, match="no record"):
+        read_record(recorded)
+
+
+def test_the_settings_we_write_pass_our_own_check(tmp_path):
+    engine = read_engine_config(write_engine(tmp_path))
+    settings = make_server_settings(engine, CHOICES, "/engines/bloom")
+    assert settings["medusa_choices"] == "{0}, {0, 0}, {1}"
+    assert settings["decoding_mode"] == ""
+    assert {gate.verdict for gate in check_server_settings(settings, engine, CHOICES)} == {"pass"}
+
+
+@pytest.mark.parametrize(
+    ("change", "gate"),
+    [
+        ({"decoding_mode": "top_k"}, "decoding mode"),
+        ({"max_beam_width": "4"}, "beams"),
+        ({"max_batch_size": "16"}, "batch"),
+        ({"medusa_choices": "{0}, {0, 0}"}, "server tree"),
+        ({"medusa_choices": ""}, "server tree"),
+    ],
+)
+def test_contradictory_server_settings_are_flagged(tmp_path, change, gate):
+    engine = read_engine_config(write_engine(tmp_path))
+    settings = make_server_settings(engine, CHOICES, "/engines/bloom") | change
+    failing = [result.name for result in check_server_settings(settings, engine, CHOICES) if result.verdict != "pass"]
+    assert failing == [gate]
