@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from porting_kit.alignment.oracle import JudgedText, Status
 from porting_kit.medusa.decoding import DecodableModel, generate_greedy, generate_medusa
 from porting_kit.medusa.generation import Generation, TokenOrigins
@@ -54,6 +56,13 @@ class DecodeRun:
     def accepted_lengths(self) -> list[list[int]]:
         """Accepted lengths per prompt, in prompt order."""
         return self._in_prompt_order(lambda generation: generation.accepted_lengths)
+
+    @property
+    def logits(self) -> list[torch.Tensor] | None:
+        """[n, V] per prompt, in prompt order; None when they were not kept."""
+        if any(generation.logits is None for generation in self.generations):
+            return None
+        return self._in_prompt_order(lambda generation: generation.logits)
 
     @property
     def tokens_per_step(self) -> float:

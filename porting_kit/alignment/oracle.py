@@ -103,8 +103,7 @@ def judge_texts(
     judged = []
     for index, (prompt, row, logits) in enumerate(zip(prompts, cut, all_logits, strict=True)):
         margins, preferred = token_margins(logits[len(prompt) - 1 :][: len(row)], torch.tensor(row, dtype=torch.long))
-        status = torch.full_like(preferred, Status.TOP)
-        status[~(margins >= 0)] = Status.NEAR_TIE
+        status = torch.where(preferred == torch.tensor(row, dtype=torch.long), Status.TOP, Status.NEAR_TIE)
         status[~(margins >= -tolerance)] = Status.WRONG  # also where a margin is not a number
         ended_by = row[-1] if row and row[-1] in end_ids else None
         judged.append(
@@ -125,14 +124,15 @@ def judge_texts(
 def token_margins(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logit of each token minus the best other logit, float64 [n], and the best token, int64 [n], from [n, V].
 
-    An id outside the vocabulary (a padding column that won) has the margin -inf.
+    Of equal logits the lowest id is the best token, as in greedy decoding. An id outside the vocabulary (a padding
+    column that won) has the margin -inf.
     """
     logits = logits.double().cpu()
     exists = (tokens >= 0) & (tokens < logits.shape[-1])
     own = logits.gather(-1, tokens.where(exists, 0)[:, None])[:, 0]
     best = logits.topk(2, dim=-1)
     best_other = torch.where(best.indices[:, 0] == tokens, best.values[:, 1], best.values[:, 0])
-    return torch.where(exists, own - best_other, -torch.inf), best.indices[:, 0]
+    return torch.where(exists, own - best_other, -torch.inf), logits.argmax(-1)
 
 
 def _cut_at_end(row: Sequence[int], end_ids: Sequence[int]) -> list[int]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from porting_kit.alignment.inherent import InherentDifference
 from porting_kit.alignment.noise import LogitsNoise
 from porting_kit.alignment.oracle import JudgedText, Status
@@ -113,6 +115,8 @@ class AlignmentResult:
         layers: layer by layer; None when not asked for.
         runs: name of each run -> its tokens per step and seconds.
         cause: what `diagnosis.name_cause` found, JSON-ready; None when not asked.
+        accepted_lengths: per prompt, tokens each generation step confirmed; None when not known.
+        logits: per prompt [n, V], the logits behind each emitted token; None when not known. Not part of `as_dict`.
     """
 
     verdict: Verdict
@@ -134,6 +138,8 @@ class AlignmentResult:
     layers: LayerReport | None = None
     runs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     cause: Mapping[str, Any] | None = None
+    accepted_lengths: tuple[tuple[int, ...], ...] | None = None
+    logits: tuple[torch.Tensor, ...] | None = field(default=None, repr=False, compare=False)
 
     @property
     def failing_gate(self) -> str | None:
@@ -178,6 +184,7 @@ class AlignmentResult:
                 "prompt": index,
                 "prompt_tokens": len(prompt),
                 "tokens": list(text.tokens),
+                "accepted_lengths": None if self.accepted_lengths is None else list(self.accepted_lengths[index]),
                 "margins": [round(margin, 6) for margin in text.margins.tolist()],
                 "near_ties": text.positions(Status.NEAR_TIE),
                 "wrong": text.positions(Status.WRONG),

@@ -119,6 +119,8 @@ def align_port_outputs(
         tree_error=tree_error,
         inherent=tuple(inherent),
         approximate_fit=fit,
+        accepted_lengths=tuple(tuple(lengths) for lengths in main.accepted_lengths) if tree is not None else None,
+        logits=None if main.logits is None else tuple(main.logits),
         runs={run.name: {"tokens_per_step": run.tokens_per_step, "seconds": run.seconds} for run in runs},
     )
 
@@ -240,13 +242,12 @@ def _tree_error(
     run: DecodeRun, oracle: LogitsSource, texts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]
 ) -> float | None:
     """Worst relative error of the logits behind each token of the generation phase."""
-    theirs = oracle.logits(texts)
+    if run.logits is None:
+        return None
     errors = []
-    for generation, group in zip(run.generations, run.groups, strict=True):
-        for logits, index in zip(generation.logits or (), group, strict=True):
-            first = len(prompts[index])
-            if len(logits) > 1:
-                errors.append(relative_error(logits[1:], theirs[index][first : first + len(logits) - 1]))
+    for ours, theirs, prompt in zip(run.logits, oracle.logits(texts), prompts, strict=True):
+        if len(ours) > 1:
+            errors.append(relative_error(ours[1:], theirs[len(prompt) :][: len(ours) - 1]))
     return max(errors, default=None)
 
 
