@@ -9,62 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as torch_functional
 
+from porting_kit.emulator.attention_arguments import (
+    AttentionSetting,
+    read_attention_setting,
+    read_tree,
+    refuse_by_kernel,
+)
 from porting_kit.emulator.attention_step import AttentionStep, pack_requests, pad_requests
 from porting_kit.emulator.network import find_running_network
 from porting_kit.emulator.rotary import find_cos_sin, read_rotary_setting, rotate
-from porting_kit.emulator.symbols import find_use_site, raise_not_emulated
+from porting_kit.emulator.symbols import raise_not_emulated
 from porting_kit.emulator.tensor_type import Tensor
 from porting_kit.emulator.tree_mask import (
     build_context_distance,
     build_context_mask,
     build_generation_mask,
-    unpack_tree_mask,
 )
-from porting_kit.errors import EmulatorError
 
 # Elements of one block of attention biases [H, rows, keys]: 32 Mi floats are 128 MiB.
 BIAS_BLOCK_ELEMENTS = 1 << 25
-# Arguments that change the result and that no decoder with Medusa heads uses.
-REFUSED_ARGUMENTS = (
-    "context_fmha_custom_mask",
-    "attention_packed_mask",
-    "cross_qkv",
-    "encoder_input_lengths",
-    "kv_orig_quant_scale",
-    "kv_quant_orig_scale",
-    "attention_output_orig_quant_scale",
-    "relative_attention_bias",
-    "mrope_rotary_cos_sin",
-)
-
-
-@dataclass(frozen=True)
-class AttentionSetting:
-    """What a layer's attention does, apart from rotary embedding.
-
-    Args:
-        layer: index among this rank's layers.
-        query_heads, kv_heads, head_size: H, K and D of this rank.
-        scale: factor on q.k.
-        softcap: bound of tanh on the logits, 0 for none.
-        slopes: ALiBi slopes, float [H], None without ALiBi.
-        window: tokens a query may see, itself included; None for all.
-    """
-
-    layer: int
-    query_heads: int
-    kv_heads: int
-    head_size: int
-    scale: float
-    softcap: float
-    slopes: torch.Tensor | None
-    window: int | None
 
 
 def gpt_attention(*positional: Any, **arguments: Any) -> tuple[Tensor, Tensor | None]:
@@ -81,7 +49,7 @@ def gpt_attention(*positional: Any, **arguments: Any) -> tuple[Tensor, Tensor | 
         raise_not_emulated("functional.gpt_attention with positional arguments")
     step = find_running_network().step
     setting = read_attention_setting(step, arguments)
-    rotary = read_rotary_setting(arguments)
+    rotary = read_rotary_setting(arguments, step.longest)
     T = arguments["qkv"].data.shape[0]
     H, K, D = setting.query_heads, setting.kv_heads, setting.head_size
     qkv = arguments["qkv"].data.view(T, H + 2 * K, D)
@@ -95,88 +63,10 @@ def gpt_attention(*positional: Any, **arguments: Any) -> tuple[Tensor, Tensor | 
             refuse_by_kernel(step, setting, arguments)
         outputs.append(attend_generation(step, setting, rotary, qkv[split:], tree, offsets))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return Tensor(output.reshape(T, H * D)), None
-
-
-def read_attention_setting(step: AttentionStep, arguments: dict[str, Any]) -> AttentionSetting:
-    """The attention arguments of a call; refuses what is not emulated."""
-    for name in REFUSED_ARGUMENTS:
-        if arguments.get(name) is not None:
-            raise_not_emulated(f"functional.gpt_attention({name}=...)")
-    if arguments.get("do_cross_attention"):
-        raise_not_emulated("functional.gpt_attention(do_cross_attention=True)")
-    mask = arguments.get("mask_type")
-    if mask is not None and mask.name != "causal":
-        raise_not_emulated(f"functional.gpt_attention(mask_type={mask.name})")
-    if arguments.get("qkv_bias") is not None:
-        arguments["qkv"] = arguments["qkv"] + arguments["qkv_bias"]
-    slopes = arguments.get("alibi_slopes")
-    kind = arguments["position_embedding_type"].name
-    D = int(arguments["hidden_size_per_head"])
-    layer = int(arguments["layer_idx"])
-    return AttentionSetting(
-        layer=layer,
-        query_heads=int(arguments["num_heads"]),
-        kv_heads=int(arguments["num_kv_heads"]),
-        head_size=D,
-        scale=1.0 / (math.sqrt(D) * float(arguments["q_scaling"])),
-        softcap=float(arguments.get("qk_tanh_scale") or 0.0),
-        slopes=slopes.data.reshape(-1) if slopes is not None and kind.startswith("alibi") else None,
-        window=step.cache.window(layer),
-    )
-
-
-def read_tree(
-    step: AttentionStep, arguments: dict[str, Any], device: torch.device
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The tree of the generation requests as the model passed it on.
-
-    Returns:
-        (visibility bool [B, N, N], position offsets int64 [B, N]), or (None, None) for one token a request.
-
-    Raises:
-        EmulatorError: several tokens a request and no tree reached the attention layer.
-    """
-    packed = arguments.get("spec_decoding_packed_mask", arguments.get("medusa_packed_mask"))
-    offsets = arguments.get("spec_decoding_position_offsets", arguments.get("medusa_position_offsets"))
-    B, N = len(step.generation_lengths), max(step.generation_lengths)
-    if packed is None or offsets is None:
-        if N == 1:
-            return None, None
-        inner, outer = find_use_site()
-        raise EmulatorError(
-            "Only speculative decoding mode supports input length > 1 in the generation phase",
-            expected="packed mask and position offsets passed on to the attention layer",
-            found=f"{N} tokens a request and none of them",
-            where=f"{inner}, {outer}",
-            next_step="pass the speculative-decoding arguments through every level of the model",
-        )
-
-    def make() -> tuple[torch.Tensor, torch.Tensor]:
-        words = packed.data
-        if words.dim() == 2:
-            if words.shape[0] != step.generation_tokens:
-                raise_tree_shape("packed mask", words, f"{step.generation_tokens} rows")
-            words = pad_requests(step, words, step.generation_lengths)
-        if words.shape[:2] != (B, N) or offsets.data.shape != (B, N):
-            raise_tree_shape("tree", offsets.data, f"position offsets [{B}, {N}]")
-        return unpack_tree_mask(words, N).to(device), offsets.data.to(device).long()
-
-    return step.remember(("tree", id(packed), id(offsets), device), (packed, offsets), make)
-
-
-def raise_tree_shape(what: str, found: torch.Tensor, expected: str) -> None:
-    """Raise EmulatorError for a tree input whose shape does not belong to the step."""
-    raise EmulatorError(
-        f"the {what} does not belong to this step's requests", expected=expected, found=tuple(found.shape)
-    )
-
-
-def refuse_by_kernel(step: AttentionStep, setting: AttentionSetting, arguments: dict[str, Any]) -> None:
-    """Stop where the profile's kernels stop: at a generation step with a tree."""
-    refuse = getattr(step.kernel, "refuse_layer", None)
-    if refuse is not None:
-        refuse(setting, arguments)
+    network = find_running_network()
+    # A model that predates the paged cache marks its cache as an output; there is nothing to hand out.
+    present = None if network.plugin_config.paged_kv_cache else Tensor(output.new_empty(0), name="present_key_value")
+    return Tensor(output.reshape(T, H * D)), present
 
 
 def store_rows(
@@ -210,7 +100,7 @@ def attend_context(step: AttentionStep, setting: AttentionSetting, rotary: Any, 
             None,
             lambda: torch.cat([torch.arange(n) for n in lengths]).to(qkv.device),
         )
-        cos, sin = find_cos_sin(step, rotary, positions, max(lengths))
+        cos, sin = find_cos_sin(step, rotary, positions, lengths, lengths)
         query_key = rotate(qkv[:, : H + K], cos, sin, rotary.kind)
     else:
         query_key = qkv[:, : H + K]
@@ -296,7 +186,8 @@ def attend_generation(
         packed = step.remember(
             ("packed positions", id(positions)), positions, lambda: pack_requests(step, positions, lengths)
         )
-        cos, sin = find_cos_sin(step, rotary, packed, end)
+        ends = [past + length for past, length in zip(pasts, lengths, strict=True)]
+        cos, sin = find_cos_sin(step, rotary, packed, lengths, ends)
         query_key = rotate(qkv[:, : H + K], cos, sin, rotary.kind)
     else:
         query_key = qkv[:, : H + K]

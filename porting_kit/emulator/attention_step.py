@@ -39,6 +39,7 @@ class AttentionStep:
     kernel: Any = None
     is_speculative: bool = False
     memo: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+    layers_counted: int = 0
 
     @property
     def context_tokens(self) -> int:
@@ -47,6 +48,17 @@ class AttentionStep:
     @property
     def generation_tokens(self) -> int:
         return sum(self.generation_lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request after the step."""
+        ends = [past + length for past, length in zip(self.pasts, self.generation_lengths, strict=True)]
+        return max([*self.context_lengths, *ends])
+
+    def count_layer(self) -> int:
+        """Index of the next attention layer, for releases whose layers do not tell theirs."""
+        self.layers_counted += 1
+        return self.layers_counted - 1
 
     def remember(self, key: Any, sources: Any, make: Callable[[], Any]) -> Any:
         """A value that all layers share, made once a step.

@@ -16,6 +16,7 @@ import numpy as np
 
 from porting_kit.emulator.attention import gpt_attention
 from porting_kit.emulator.collectives import COLLECTIVES
+from porting_kit.emulator.layout import Conditional
 from porting_kit.emulator.moe import moe_plugin
 from porting_kit.emulator.network import build_network_module, build_plugin_module, find_running_network
 from porting_kit.emulator.parameter import Parameter
@@ -92,6 +93,8 @@ def replace_primitives(functional: ModuleType) -> None:
                 if id(item) in replaced:
                     value[key] = replaced[id(item)]
     names["Tensor"] = Tensor
+    if "Conditional" in names:
+        names["Conditional"] = Conditional
     if "gather_last_token_logits" in names:
         names["gather_last_token_logits"] = _watch_last_hidden(names["gather_last_token_logits"])
     if "RopeEmbeddingUtils" in names:

@@ -22,15 +22,13 @@ _PLAIN = {
 }
 
 
-def moe_plugin(
-    moe_config: Any, hidden_states: Tensor, routing: Tensor, finished: Any = None, **arguments: Any
-) -> Tensor:
+def moe_plugin(moe_config: Any, hidden_states: Tensor, *tensors: Tensor, **arguments: Any) -> Tensor:
     """The stand-in for layers.moe._moe_plugin of any release.
 
     Args:
         moe_config: upstream's MoeConfig: num_experts, top_k, normalization_mode.
         hidden_states: [T, E].
-        routing: router logits, float32 [T, experts].
+        tensors: the router's logits, float32 [T, experts]; from 0.15 on the states before quantisation come first.
         arguments: expert_weight(s)_1 [experts, F or 2F, E], expert_weight(s)_2 [experts, E, F], biases, act_fn, ranks.
 
     Returns:
@@ -51,7 +49,7 @@ def moe_plugin(
     first, second = read("expert_weight_1", "expert_weights_1"), read("expert_weight_2", "expert_weights_2")
     first_bias, second_bias = read("expert_bias_1"), read("expert_bias_2")
     data = hidden_states.data
-    weights, chosen = choose_experts(moe_config, routing.data)
+    weights, chosen = choose_experts(moe_config, (tensors[-1] if tensors else arguments["routing"]).data)
     offset = first.shape[0] * int(arguments.get("ep_rank", 0)) if int(arguments.get("ep_size", 1)) > 1 else 0
     is_first_rank = int(arguments.get("tp_rank", 0)) == 0
     output = torch.zeros_like(data)

@@ -9,7 +9,6 @@ The code of the tree is executed: open only trees that you trust.
 
 from __future__ import annotations
 
-import ast
 import builtins
 import contextlib
 import enum
@@ -18,14 +17,14 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 from porting_kit.emulator.bottom_layer import BOTTOM_MODULES, replace_moe_plugin, replace_primitives
+from porting_kit.emulator.lazy_package import LazyPackage
 from porting_kit.emulator.network import Network
-from porting_kit.emulator.symbols import Symbol, SymbolModule
+from porting_kit.emulator.symbols import SymbolModule
 from porting_kit.emulator.tensorrt_types import build_tensorrt_module
 from porting_kit.errors import EmulatorError
 
@@ -218,72 +217,6 @@ class Namespace:
             self.modules[parent].__dict__.pop(child, None)
 
 
-class LazyPackage(ModuleType):
-    """A package whose __init__ is parsed, not executed: each name it imports is imported when it is asked for."""
-
-    def __init__(self, namespace: Namespace, name: str, file: Path) -> None:
-        super().__init__(name)
-        imports: dict[str, tuple[str, str]] = {}
-        constants: dict[str, ast.expr] = {}
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ImportFrom):
-                source = importlib.util.resolve_name("." * node.level + (node.module or ""), name)
-                imports.update({alias.asname or alias.name: (source, alias.name) for alias in node.names})
-            elif isinstance(node, ast.Import):
-                imports.update({a.asname: a.name.rpartition(".")[::2] for a in node.names if a.asname})
-            elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-                constants[node.targets[0].id] = node.value
-        self.__dict__.update(_namespace=namespace, _imports=imports, _constants=constants)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__") and name != "__version__":
-            raise AttributeError(name)
-        if name in self._imports:
-            source, attribute = self._imports[name]
-            value = self._namespace._import(source, {}, {}, (attribute,), 0)
-            value = getattr(value, attribute)
-        elif name in self._constants:
-            value = self._evaluate(self._constants[name])
-        elif self._namespace._find_file(f"{self.__name__}.{name}"):
-            value = self._namespace.import_module(f"{self.__name__}.{name}")
-        else:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        self.__dict__[name] = value
-        return value
-
-    def _evaluate(self, node: ast.expr) -> Any:
-        """A constant of the __init__; a table's values are looked up when they are asked for."""
-        if isinstance(node, ast.Dict):
-            keys = [self._evaluate(key) for key in node.keys]
-            return LazyTable({key: partial(self._evaluate, item) for key, item in zip(keys, node.values, strict=True)})
-        if isinstance(node, ast.Name):
-            return getattr(self, node.id)
-        return ast.literal_eval(node)
-
-
-class LazyTable(dict):
-    """A dict (MODEL_MAP) whose values are computed on first access."""
-
-    def __getitem__(self, key: Any) -> Any:
-        value = super().__getitem__(key)
-        if isinstance(value, partial):
-            value = value()
-            self[key] = value
-        return value
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-    def items(self) -> Any:
-        return [(key, self[key]) for key in self]
-
-    def values(self) -> Any:
-        return [self[key] for key in self]
-
-
 def compile_file(file: Path) -> CodeType:
     """A file's code, compiled once per process and state of the file; no bytecode is written."""
     state = file.stat()
@@ -315,6 +248,3 @@ def _build_strenum() -> ModuleType:
             return self.value
 
     return SymbolModule("strenum", attributes={"StrEnum": StrEnum})
-
-
-__all__ = ["LazyPackage", "Namespace", "Symbol", "compile_file"]

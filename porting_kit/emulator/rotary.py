@@ -6,6 +6,7 @@ releases without a table, and positions behind its end, are computed from base, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +49,13 @@ class RotarySetting:
     scaling_factors: torch.Tensor | None = None
 
 
-def read_rotary_setting(arguments: dict[str, Any]) -> RotarySetting | None:
-    """The rotary arguments of a gpt_attention call of any release; None for a model without rotary embedding."""
+def read_rotary_setting(arguments: dict[str, Any], longest: int) -> RotarySetting | None:
+    """The rotary arguments of a gpt_attention call of any release; None for a model without rotary embedding.
+
+    Args:
+        arguments: the call's arguments.
+        longest: tokens of the longest request after the step.
+    """
     kind = arguments["position_embedding_type"].name
     dim = int(arguments.get("rotary_embedding_dim") or 0)
     if dim == 0 or kind not in NEOX_KINDS | GPTJ_KINDS:
@@ -62,6 +68,11 @@ def read_rotary_setting(arguments: dict[str, Any]) -> RotarySetting | None:
         return value.data if isinstance(value, Tensor) else None
 
     long_mscale = arguments.get("rotary_embedding_long_m_scale")
+    prefix = ""
+    # Late releases hand over both tables of long rope, and the kernel chooses.
+    original = arguments.get("rotary_embedding_original_max_positions")
+    if kind == "long_rope" and arguments.get("long_rope_rotary_cos_sin") is not None and longest > int(original):
+        prefix = "long_rope_"
     return RotarySetting(
         kind=kind,
         dim=dim,
@@ -70,14 +81,14 @@ def read_rotary_setting(arguments: dict[str, Any]) -> RotarySetting | None:
         scale=float(arguments.get("rotary_embedding_scale", 1.0)),
         max_positions=int(arguments.get("rotary_embedding_max_positions", 1024)),
         mscale=float(long_mscale) if kind == "long_rope" and long_mscale else 1.0,
-        table=read_tensor("rotary_cos_sin"),
-        inverse_frequencies=read_tensor("rotary_inv_freq"),
+        table=read_tensor(f"{prefix}rotary_cos_sin"),
+        inverse_frequencies=read_tensor(f"{prefix}rotary_inv_freq"),
         scaling_factors=read_tensor("rotary_embedding_scaling_factors"),
     )
 
 
 def find_cos_sin(
-    step: AttentionStep, setting: RotarySetting, positions: torch.Tensor, sequence_end: int
+    step: AttentionStep, setting: RotarySetting, positions: torch.Tensor, lengths: Sequence[int], ends: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of the step's tokens, each float [T, 1, dim/2].
 
@@ -85,7 +96,8 @@ def find_cos_sin(
         step: the step, which remembers them for the other layers.
         setting: the layer's rotary arguments.
         positions: int64 [T].
-        sequence_end: the largest number of tokens that any request of the step has, for dynamic scaling.
+        lengths: tokens of each request in the step.
+        ends: tokens each request has after the step; dynamic scaling depends on it.
     """
     table = setting.table
     key = (
@@ -108,7 +120,12 @@ def find_cos_sin(
         if is_tabulated:
             pairs = table.reshape(-1)[: rows * setting.dim].view(rows, half, 2)[positions]
             return pairs[..., 0].unsqueeze(1), pairs[..., 1].unsqueeze(1)
-        frequencies = compute_frequencies(setting, sequence_end, positions.device)
+        if setting.scale_type == "dynamic":
+            rows_of = [compute_frequencies(setting, end, positions.device) for end in ends]
+            counts = torch.tensor(list(lengths), device=positions.device)
+            frequencies = torch.stack(rows_of).repeat_interleave(counts, dim=0)
+        else:
+            frequencies = compute_frequencies(setting, 0, positions.device)
         angles = (positions.unsqueeze(1).to(frequencies.dtype) * frequencies).unsqueeze(1)
         return angles.cos() * setting.mscale, angles.sin() * setting.mscale
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from porting_kit.emulator.arithmetic import compute_binary, raise_shape_error
 from porting_kit.emulator.symbols import raise_not_emulated
 from porting_kit.emulator.tensorrt_types import (
     DATA_TYPES,
@@ -20,7 +21,6 @@ from porting_kit.emulator.tensorrt_types import (
     DataType,
     torch_to_numpy_dtype_is_abstract,
 )
-from porting_kit.errors import EmulatorError
 
 
 class Tensor:
@@ -234,21 +234,6 @@ def read_shape(shape: Any, placeholder_source: torch.Tensor | None = None) -> li
     return [int(number) for number in numbers]
 
 
-_BINARY_OPERATIONS = {
-    "SUM": torch.add,
-    "SUB": torch.sub,
-    "PROD": torch.mul,
-    "GREATER": torch.gt,
-    "LESS": torch.lt,
-    "EQUAL": torch.eq,
-    "AND": torch.logical_and,
-    "OR": torch.logical_or,
-    "XOR": torch.logical_xor,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-}
-
-
 def binary(left: Any, right: Any, operation: str) -> Tensor:
     """functional.elementwise_binary.
 
@@ -267,28 +252,6 @@ def binary(left: Any, right: Any, operation: str) -> Tensor:
         raise
 
 
-def compute_binary(left: torch.Tensor, right: torch.Tensor, operation: str) -> torch.Tensor:
-    """One elementwise operation on torch tensors."""
-    function = _BINARY_OPERATIONS.get(operation)
-    if function is not None:
-        return function(left, right)
-    if operation == "DIV":
-        is_float = left.dtype.is_floating_point or right.dtype.is_floating_point
-        # TensorRT divides integers towards zero.
-        return left / right if is_float else torch.div(left, right, rounding_mode="trunc")
-    if operation == "FLOOR_DIV":
-        return torch.div(left, right, rounding_mode="floor")
-    if operation == "POW":
-        exponent = right.item() if right.numel() == 1 else right
-        if exponent == 2.0:
-            return left * left
-        if exponent == 3.0:
-            return left * left * left
-        return torch.pow(left, right)
-    raise_not_emulated(f"tensorrt.ElementWiseOperation.{operation}")
-    raise AssertionError
-
-
 def read_operand(value: Any, other: Any) -> torch.Tensor:
     """A constant operand as a tensor of the other operand's type, as a strongly typed network makes it."""
     other = other.data if isinstance(other, Tensor) else other
@@ -297,17 +260,3 @@ def read_operand(value: Any, other: Any) -> torch.Tensor:
     if isinstance(other, torch.Tensor):
         return torch.tensor(value, dtype=other.dtype)
     return torch.tensor(value, dtype=torch.int32 if isinstance(value, int) else torch.float32)
-
-
-def raise_shape_error(operation: str, operands: Sequence[torch.Tensor], error: RuntimeError) -> None:
-    """Raise EmulatorError for operands whose shapes do not fit together."""
-    from porting_kit.emulator.symbols import find_use_site
-
-    inner, outer = find_use_site()
-    raise EmulatorError(
-        f"the operands of {operation} do not fit together",
-        expected="shapes that broadcast, equal types",
-        found=", ".join(f"{tuple(operand.shape)} {operand.dtype}" for operand in operands),
-        where=inner if not outer else f"{inner}, used by {outer}",
-        next_step="TensorRT stops here with a shape error as well",
-    ) from error
