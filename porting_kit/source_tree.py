@@ -108,7 +108,7 @@ class SourceTree:
             else:
                 continue
             for key, value in pairs:
-                architecture = _constant_text(models, key)
+                architecture = read_constant(models, key)
                 if architecture is not None and isinstance(value, ast.Name):
                     entries[architecture] = value.id
         if not entries:
@@ -254,7 +254,7 @@ def _assigned_name(node: ast.stmt) -> str | None:
     return None
 
 
-def _constant_text(file: Path, key: ast.expr | None) -> str | None:
+def read_constant(file: Path, key: ast.expr | None) -> str | None:
     """A dict key's text: a literal, or a constant that another module of the tree defines (gemma/config.py does)."""
     if isinstance(key, ast.Constant):
         return str(key.value)

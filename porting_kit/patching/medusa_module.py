@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import PatchError
-from ..source_tree import SourceTree, all_arguments, find_method
+from ..source_tree import SourceTree, all_arguments, find_method, read_constant
 from . import medusa_template
 from .diff import unified_diff
-from .flow import find_dropped_arguments
 from .model_source import PatchOutcome, patch_model_source
 
 
@@ -89,9 +88,9 @@ def build_medusa_module(tree: SourceTree, architecture: str) -> MedusaModule:
     else:
         base_import = f"from {_module_name(tree, model.file)} import {model.class_name}\n"
         source = f"{imports}{base_import}\n\n{classes}"
-    _require_usable(source, tree, model.file)
+    _require_absolute_imports(source, model.file)
 
-    in_tree = _write_for_tree(tree, model.file, model.class_name, f"{imports}\n\n{classes}")
+    in_tree = _write_for_tree(model.file, model.class_name, f"{imports}\n\n{classes}")
     medusa_file = model.file.with_name("medusa.py")
     models_init = tree.package / "models" / "__init__.py"
     folder = model.file.parent.name
@@ -187,21 +186,19 @@ def _input_style(tree: SourceTree) -> dict[str, bool]:
     }
 
 
-def _require_usable(source: str, tree: SourceTree, file: Path) -> None:
-    drops = find_dropped_arguments(source, tree.spec_arguments, str(file))
+def _require_absolute_imports(source: str, file: Path) -> None:
     left = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.level]
-    if left or drops:
+    if left:
         raise PatchError(
-            "the Medusa module is not usable",
-            expected="absolute imports and no dropped arguments",
-            found=f"{len(left)} relative imports, {len(drops)} drops",
-            where=file,
-            items=drops,
+            "a relative import of the base model could not be rewritten",
+            expected="from <dots><module> import ... on one line",
+            found=ast.unparse(left[0]),
+            where=f"{file}:{left[0].lineno}",
             next_step="report this file's shape; nothing was written",
         )
 
 
-def _write_for_tree(tree: SourceTree, file: Path, base_class_name: str, text: str) -> str:
+def _write_for_tree(file: Path, base_class_name: str, text: str) -> str:
     """The Medusa class as a file of its own beside the base's model.py."""
     imports, _, classes = text.partition("\n\n\n")
     return f"{imports}\n\nfrom .{file.stem} import {base_class_name}\n\n\n{classes}"
@@ -221,7 +218,7 @@ def _register_class(source: str, architecture: str, class_name: str, folder: str
         for node in ast.walk(tree)
         if isinstance(node, ast.Dict)
         for key in node.keys
-        if isinstance(key, ast.Constant) and key.value == architecture
+        if read_constant(file, key) == architecture
     ]
     if len(keys) != 1 or not imports:
         raise PatchError(
@@ -231,7 +228,8 @@ def _register_class(source: str, architecture: str, class_name: str, folder: str
             where=file,
             next_step="use the module with --model_cls_file, or register the class by hand",
         )
-    indent, quote = re.match(r"(\s*)(['\"])", lines[keys[0].lineno - 1]).groups()
+    indent = " " * keys[0].col_offset
+    quote = "'" if source.count("'") > source.count('"') else '"'
     lines.insert(keys[0].lineno - 1, f"{indent}{quote}{class_name}{quote}: {class_name},\n")
     lines.insert(imports[0].lineno - 1, f"from .{folder}.medusa import {class_name}\n")
     return "".join(lines)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, lru_cache
 
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
@@ -102,8 +102,9 @@ class ModelFile:
     newline: str = "\n"
 
 
+@lru_cache(maxsize=8)
 def read_model_file(source: str, file: str) -> ModelFile:
-    """Parse a model definition.
+    """Parse a model definition; the result is shared between calls and must not be changed.
 
     Raises:
         PatchError: the text is no Python, or defines a class or method twice.
