@@ -1,6 +1,7 @@
 """The driver, on recorded stand-ins for trtllm-build and nvidia-smi that stand on the PATH."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -28,10 +29,10 @@ RECORDED_LOG = f"""\
 """
 
 
-def install(folder: Path, name: str, body: str) -> None:
-    """An executable Python script of this name."""
+def install(folder: Path, name: str, body: str, interpreter: str = sys.executable) -> None:
+    """An executable script of this name."""
     file = folder / name
-    file.write_text(f"#!{sys.executable}\n{body}", encoding="utf-8")
+    file.write_text(f"#!{interpreter}\n{body}", encoding="utf-8")
     file.chmod(file.stat().st_mode | stat.S_IXUSR)
 
 
@@ -150,16 +151,11 @@ def test_another_release_in_the_log_is_told(plan, tmp_path, machine):
 
 def test_a_build_beyond_its_time_limit_is_stopped_with_its_children(plan, tmp_path, machine):
     marker = tmp_path / "child.pid"
-    body = (
-        "import subprocess, sys, time\n"
-        f"child = subprocess.Popen([{sys.executable!r}, '-c', 'import time; time.sleep(60)'])\n"
-        f"open({str(marker)!r}, 'w').write(str(child.pid))\n"
-        "print('started', flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    install(machine, "trtllm-build", body)
+    sleep = shutil.which("sleep", path=os.defpath)
+    body = f"{sleep} 60 &\necho $! > {marker}\necho started\nwait\n"
+    install(machine, "trtllm-build", body, interpreter="/bin/sh")
     begin = time.monotonic()
-    outcome = run(plan, tmp_path, time_limit_seconds=3)
+    outcome = run(plan, tmp_path, time_limit_seconds=2)
     assert time.monotonic() - begin < 20
     assert outcome.verdict is Verdict.FAIL
     assert "time limit" in outcome.reason
