@@ -1,0 +1,149 @@
+"""The align step: does the port say what its base model says, and if not, why?
+
+The base runs in Hugging Face, the port in the emulator (or its tokens come from an engine). Every emitted token is
+judged by the base; the layers are compared one by one; a failure is given a cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from porting_kit.errors import KernelRefusal, PortFileError
+from porting_kit.outcomes import Coverage, StepOutcome, Verdict
+from porting_kit.run_folder import replace_folder, write_json
+from porting_kit.steps.alignment_session import AlignmentSession
+from porting_kit.steps.context import PortRun, finish_step, running_step
+from porting_kit.steps.prerequisites import require_steps
+
+RESULT_FILE = "alignment.json"
+TOKENS_FILE = "output_ids.npy"
+
+
+@dataclass(frozen=True)
+class AlignResult:
+    """What the alignment found.
+
+    Args:
+        outcome: the step's outcome.
+        alignment: the full result; None when the release's kernels refused the model.
+        tokenizer: the base's, to show tokens as text; None when there is none.
+    """
+
+    outcome: StepOutcome
+    alignment: Any
+    tokenizer: Any = None
+
+    @property
+    def cause(self) -> Mapping[str, Any] | None:
+        """The named cause of a failure, None for a pass."""
+        return None if self.alignment is None else self.alignment.cause
+
+    def document(self) -> dict[str, Any]:
+        """The `--json` document: the outcome's keys and the alignment's, which win where both have one."""
+        found = {} if self.alignment is None else self.alignment.as_dict()
+        defaults = {
+            "tokens_equal": None, "near_ties": None, "first_divergence": None, "tokens_per_step": None,
+            "approximate_fit": None,
+        }  # fmt: skip
+        return {**defaults, **self.outcome.as_dict(), **found}
+
+
+def align_port(run: PortRun) -> AlignResult:
+    """Align the run's checkpoint with its base.
+
+    Raises:
+        RunFolderError: a step before is stale.
+        BaseModelError: the base cannot be loaded, or is itself broken in the port's dtype.
+        CapturedFileError: files brought back do not belong to this port.
+        EnvironmentMissing: the engine or kernel asked for needs a machine that this is not.
+    """
+    _require_possible(run)
+    require_steps(run, "patch", "convert")
+    with running_step(run, "align") as watch:
+        session = AlignmentSession(run)
+        try:
+            alignment = session.align_captured() if run.port.engine == "captured" else session.align()
+        except KernelRefusal as refusal:
+            outcome = StepOutcome(
+                "align", Verdict.REFUSED, refusal.subject, figures=refusal.as_dict(), failing_gate=refusal.expected
+            )
+            return AlignResult(finish_step(run, outcome, watch), None, session.reference.tokenizer)
+        alignment = session.explain(alignment)
+        with replace_folder(run.folder.alignment) as folder:
+            write_json(folder / RESULT_FILE, alignment.as_dict())
+            session.write_tokens(folder / TOKENS_FILE, alignment)
+        outcome = _judge(alignment, session)
+        return AlignResult(finish_step(run, outcome, watch), alignment, session.reference.tokenizer)
+
+
+def _require_possible(run: PortRun) -> None:
+    """Refuse what this version or machine cannot do before anything is loaded."""
+    from porting_kit.engine.run import find_environment
+    from porting_kit.errors import EnvironmentMissing
+
+    if run.port.kernel == "xqa":
+        raise PortFileError(
+            "this version cannot run the alignment on the real XQA kernel",
+            expected="kernel: exact, or kernel: release:<x>",
+            found="kernel: xqa",
+        )
+    if run.port.engine == "tensorrt_llm":
+        missing = find_environment().missing
+        raise EnvironmentMissing(
+            "the engine cannot be run from here",
+            found=missing or "an engine is run by TensorRT-LLM's own run script",
+            next_step="run the plan of the build step on the build machine, bring the output file back, and align with "
+            "engine: captured",
+        )
+
+
+def _judge(alignment: Any, session: AlignmentSession) -> StepOutcome:
+    document = alignment.as_dict()
+    figures = {
+        key: document[key]
+        for key in ("tokens_equal", "near_ties", "wrong_tokens", "first_divergence", "tokens_per_step", "context_error",
+                    "tree_error", "approximate_fit", "cause")
+    }  # fmt: skip
+    figures |= {"prompts": session.prompt_note, "kernel": run_kernel(session), "runs": document["runs"]}
+    cause = alignment.cause or {}
+    figures["next_step"] = cause.get("fix")
+    summary = alignment.summary
+    if cause.get("name"):
+        summary = f"{summary} Cause: {cause['name']}."
+    return StepOutcome(
+        "align",
+        alignment.verdict,
+        summary,
+        covered=tuple(Coverage(item) for item in alignment.covered) if alignment.verdict is Verdict.PASS else (),
+        figures=figures,
+        products=(f"alignment/{RESULT_FILE}", f"alignment/{TOKENS_FILE}"),
+        failing_gate=alignment.failing_gate,
+    )
+
+
+def run_kernel(session: AlignmentSession) -> str:
+    """Whose arithmetic the tokens came from: a kernel profile of the emulator, or an engine."""
+    return "engine" if session.run.port.engine == "captured" else session.kernel.name
+
+
+def format_alignment(result: AlignResult) -> str:
+    """The gates, the first divergence and the cause, for a terminal."""
+    lines = []
+    if result.alignment is not None:
+        for gate in result.alignment.gates:
+            word = {True: "pass", False: "FAIL", None: "not run"}[gate.passed]
+            lines.append(f"{word:<8} {gate.name}: {gate.detail}")
+        document = result.alignment.as_dict()
+        if document["first_divergence"]:
+            lines.append(f"first divergence: {document['first_divergence']}")
+        lines.append(f"tokens per step: {document['tokens_per_step']:.2f}")
+    cause = result.cause
+    if cause:
+        lines += [f"cause: {cause.get('name')}", f"fix: {cause.get('fix')}"]
+    covered = ", ".join(item.value for item in result.outcome.covered) or "nothing"
+    rest = ", ".join(result.outcome.as_dict()["not_covered"])
+    lines.append(f"covered: {covered}; not covered: {rest}")
+    lines.append(f"align: {result.outcome.verdict.value} - {result.outcome.summary}")
+    return "\n".join(lines)

@@ -1,0 +1,199 @@
+"""Everything an alignment needs, opened once: the base in Hugging Face, the port in the emulator, prompts, tree, heads.
+
+The align step and its notebook share it, so that the notebook can go on asking (a seeded fault, another prompt)
+without loading anything again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from porting_kit.alignment.head_oracle import ReferenceHeads, read_reference_heads
+from porting_kit.alignment.layers import compare_layers, pair_modules
+from porting_kit.alignment.reference import Reference, load_reference, resolve_dtype
+from porting_kit.alignment.result import AlignmentResult
+from porting_kit.alignment.run import AlignmentOptions, align_captured_outputs, align_port_outputs
+from porting_kit.architectures.base_config import BaseConfig, read_base_config
+from porting_kit.conversion.heads import HeadSet
+from porting_kit.conversion.plan import ConversionPlan, plan_conversion, plan_scalars
+from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
+from porting_kit.diagnosis import PortState, name_cause, read_port_state
+from porting_kit.emulator import EmulatedModel, open_emulator
+from porting_kit.engine.captured import read_captured_tokens, write_captured_tokens
+from porting_kit.medusa.tree import MedusaTree, read_tree
+from porting_kit.outcomes import Verdict
+from porting_kit.releases.kernels import KernelProfile, kernel_profile
+from porting_kit.source_tree import SourceTree
+from porting_kit.steps.context import PortRun
+from porting_kit.steps.convert import TREE_FILE
+from porting_kit.steps.preflight import open_port_tree, read_port_heads
+from porting_kit.steps.prompts import tokenize_prompts
+
+
+def current_rank() -> int:
+    """The rank of this process under torchrun, 0 without it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@dataclass
+class AlignmentSession:
+    """The opened parts of one alignment; heavy parts load when they are first asked for."""
+
+    run: PortRun
+
+    @cached_property
+    def reference(self) -> Reference:
+        """The base in float32."""
+        return load_reference(self.run.port.base_path)
+
+    @cached_property
+    def source(self) -> TensorSource:
+        """The base's weight files."""
+        return open_tensor_source(self.run.port.base_path)
+
+    @cached_property
+    def base(self) -> BaseConfig:
+        """The base's normalised config."""
+        return read_base_config(self.run.port.base_path, self.source.names())
+
+    @cached_property
+    def head_set(self) -> HeadSet:
+        """The heads the port names."""
+        return read_port_heads(self.run.port, self.base)
+
+    @cached_property
+    def plan(self) -> ConversionPlan:
+        """The conversion, which says what base module each module of the port came from."""
+        return plan_conversion(self.base, self.source, dtype=self.run.port.dtype, heads=self.head_set)
+
+    @cached_property
+    def tree(self) -> MedusaTree:
+        """The tree that was written beside the checkpoint."""
+        return read_tree(self.run.folder.checkpoint / TREE_FILE)
+
+    @cached_property
+    def _tokenized(self) -> tuple[list[list[int]], str]:
+        return tokenize_prompts(self.run.port, self.reference.tokenizer, self.reference.vocab_size)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Token ids."""
+        return self._tokenized[0]
+
+    @property
+    def prompt_note(self) -> str:
+        """Where the prompts came from."""
+        return self._tokenized[1]
+
+    @cached_property
+    def kernel(self) -> KernelProfile:
+        """Whose attention arithmetic the emulator uses."""
+        return kernel_profile(self.run.port.kernel)
+
+    @cached_property
+    def source_tree(self) -> SourceTree:
+        """The TensorRT-LLM tree whose code runs."""
+        return open_port_tree(self.run.port)
+
+    @cached_property
+    def module(self) -> tuple[Path, str]:
+        """The patched module's file and the class in it."""
+        patch = self.run.folder.outcome("patch")
+        file = next(product for product in patch.products if product.endswith(".py"))
+        return self.run.folder.root / file, patch.figures["class_name"]
+
+    @cached_property
+    def model(self) -> EmulatedModel:
+        """The port in the emulator: the checkpoint under the patched class, with the port's kernel profile."""
+        module_file, class_name = self.module
+        emulator = open_emulator(self.source_tree, kernel=self.kernel)
+        return emulator.load_checkpoint(
+            self.run.folder.checkpoint, module_file=module_file, class_name=class_name, rank=current_rank()
+        )
+
+    @cached_property
+    def port_state(self) -> PortState:
+        """The healthy port, into which faults are planted."""
+        module_file, class_name = self.module
+        return read_port_state(
+            self.source_tree, self.run.folder.checkpoint, tree=self.tree, module_file=module_file, class_name=class_name
+        )
+
+    @cached_property
+    def reference_heads(self) -> ReferenceHeads:
+        """The heads in float32."""
+        return read_reference_heads(self.head_set, self.reference)
+
+    @property
+    def options(self) -> AlignmentOptions:
+        """What to run and how strictly, from the port file."""
+        wanted = self.run.port.alignment
+        return AlignmentOptions(
+            new_tokens=wanted.new_tokens,
+            batch_sizes=tuple(wanted.batch_sizes) if wanted.batch_sizes else None,
+            near_tie_tolerance=wanted.near_tie_tolerance,
+            differences=self.base.definition.differences,
+        )
+
+    def align(self, model: Any = None, tree: MedusaTree | None = None) -> AlignmentResult:
+        """Align a model (the port's own when None), with the port's tree unless another is given."""
+        return align_port_outputs(
+            self.reference,
+            model or self.model,
+            self.prompts,
+            tree or self.tree,
+            heads=self.reference_heads,
+            options=self.options,
+        )
+
+    def align_captured(self) -> AlignmentResult:
+        """Align the tokens that TensorRT-LLM's run script wrote on another machine."""
+        port = self.run.port
+        sequences = read_captured_tokens(
+            port.resolve_path(port.alignment.captured),
+            self.prompts,
+            end_ids=self.reference.settings.end_ids,
+            vocab_size=self.reference.vocab_size,
+            max_new_tokens=port.alignment.new_tokens,
+        )
+        emitted = [list(sequence.tokens) for sequence in sequences]
+        return align_captured_outputs(
+            self.reference, self.prompts, emitted, resolve_dtype(port.dtype), options=self.options
+        )
+
+    def explain(self, result: AlignmentResult) -> AlignmentResult:
+        """The result with the layers compared, and with a cause when it failed."""
+        result = replace(result, layers=self.compare_layers(result))
+        if result.verdict is Verdict.PASS:
+            return result
+        if self.run.port.target.tp_size * self.run.port.target.pp_size > 1:
+            return result
+        return replace(result, cause=name_cause(self.port_state, result).as_dict())
+
+    def compare_layers(self, result: AlignmentResult) -> Any:
+        """Layer by layer on the longest prompt; None for an engine's captured tokens, which have no layers."""
+        if self.run.port.engine == "captured":
+            return None
+        place = max(range(len(self.prompts)), key=lambda index: len(self.prompts[index]))
+        return compare_layers(
+            self.model,
+            self.reference,
+            pair_modules(self.plan.tensors, self.reference),
+            self.prompts[place],
+            result.texts[place].tokens,
+            dims=self.plan.dims,
+            scalars=plan_scalars(self.plan),
+            noise_dtype=self.model.dtype,
+        )
+
+    def write_tokens(self, path: Path, result: AlignmentResult) -> None:
+        """Write the emitted tokens in the format of TensorRT-LLM's run script (`--output_npy`)."""
+        rows = [np.asarray(text.tokens, dtype=np.int32) for text in result.texts]
+        end_id = self.reference.settings.end_ids[0] if self.reference.settings.end_ids else 0
+        write_captured_tokens(path, self.prompts, rows, end_id=end_id)
