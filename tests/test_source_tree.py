@@ -46,7 +46,7 @@ def make_tree(tmp_path):
             "models/renamed/inner.py": "class Inner:\n    pass\n",
             "models/wide/__init__.py": "",
             "models/wide/config.py": "WIDE = 'WideForCausalLM'\n",
-            "models/wide/model.py": "class WideForCausalLMBase:\n    pass\n\n\nclass WideForCausalLM(WideForCausalLMBase):\n    pass\n",
+            "models/wide/model.py": "class WideForCausalLMBase:\n    pass\n\n\nclass WideForCausalLM:\n    pass\n",
         }
         for name, text in files.items():
             if text is not None:

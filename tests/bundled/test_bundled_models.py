@@ -88,7 +88,7 @@ def test_patched_model_decodes_a_tree(emulator, prompts, family):
     assert compare_tree(toy, model, tensors, prompts) < TOLERANCE
     # Seeded fault: a weight that is off by little must show.
     name = "transformer.layers.1.attention.dense.weight"
-    faulty = {**tensors, name: tensors[name] + 0.05}
+    faulty = {**tensors, name: tensors[name] * 1.05}
     model = emulator.build_model(config, faulty, module_source=module.source, class_name=module.class_name)
     assert compare_tree(toy, model, tensors, prompts) > 100 * TOLERANCE
 
