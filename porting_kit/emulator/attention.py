@@ -21,6 +21,7 @@ from porting_kit.emulator.attention_arguments import (
     refuse_by_kernel,
 )
 from porting_kit.emulator.attention_step import AttentionStep, pack_requests, pad_requests
+from porting_kit.emulator.half_precision import is_slow
 from porting_kit.emulator.network import find_running_network
 from porting_kit.emulator.rotary import find_cos_sin, read_rotary_setting, rotate
 from porting_kit.emulator.symbols import raise_not_emulated
@@ -253,6 +254,9 @@ def attend(
     if setting.softcap and not is_ignored:
         return attend_with_softcap(query, key, value, setting, mask)
     dtype = query.dtype
+    if is_slow(query):
+        query, key, value = query.float(), key.float(), value.float()
+        mask = mask.float() if mask is not None and mask.dtype is not torch.bool else mask
     if mask is not None and mask.dtype is not torch.bool and mask.dtype is not dtype:
         query, key, value = query.to(mask.dtype), key.to(mask.dtype), value.to(mask.dtype)
     if H != K:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as torch_functional
 
 from porting_kit.emulator.arithmetic import raise_shape_error
+from porting_kit.emulator.half_precision import linear_rounded, matmul_rounded
 from porting_kit.emulator.layout import LAYOUT_PRIMITIVES
 from porting_kit.emulator.symbols import raise_not_emulated
 from porting_kit.emulator.tensor_type import Tensor, binary, cast
@@ -113,9 +114,9 @@ def matmul(
     left, right = input.data, mat2.data
     try:
         if transb and not transa and right.dim() == 2:
-            return Tensor(torch_functional.linear(left, right))
+            return Tensor(linear_rounded(left, right))
         left = left.transpose(-1, -2) if transa else left
-        return Tensor(left @ (right.transpose(-1, -2) if transb else right))
+        return Tensor(matmul_rounded(left, right.transpose(-1, -2) if transb else right))
     except RuntimeError as error:
         raise_shape_error("matmul", (left, right), error)
         raise
