@@ -41,13 +41,16 @@ def matmul_rounded(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _as_float(weight: torch.Tensor) -> torch.Tensor:
     """The weight in float32, kept on the tensor itself so that it goes when the weight goes."""
     global _kept_bytes
-    kept = getattr(weight, "kept_float", None)
-    if kept is not None:
+    version, kept = getattr(weight, "kept_float", (None, None))
+    # A weight that was changed in place since (a fault being tried) has another version.
+    if version == weight._version:
         return kept
     converted = weight.float()
     size = converted.numel() * converted.element_size()
-    if _kept_bytes + size <= BUDGET_BYTES:
-        weight.kept_float = converted
+    if kept is not None:
+        weight.kept_float = (weight._version, converted)
+    elif _kept_bytes + size <= BUDGET_BYTES:
+        weight.kept_float = (weight._version, converted)
         _kept_bytes += size
         weakref.finalize(weight, _release, size)
     return converted
