@@ -106,6 +106,13 @@ def walk_alignment(align: Any, tree: Any, *, prompt: int = 0, interactive: bool)
     )
 
 
+def texts_of(align: Any) -> list[str]:
+    """The decoded output of every prompt; empty when there is no tokenizer or no output."""
+    if align.tokenizer is None or align.alignment is None:
+        return []
+    return [decode_tokens(align.tokenizer, text.tokens) for text in align.alignment.texts]
+
+
 def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
     """Token ids as text, or as numbers when there is no tokenizer."""
     return tokenizer.decode(list(tokens)) if tokenizer is not None else " ".join(map(str, tokens))

@@ -190,13 +190,13 @@ def _settle(
         failure = NotebookFailure("VerdictFailed", outcome.summary)
     if failure is None or broken or notebook.step == REPORT_STEP:
         return failure, outcome.verdict.value if outcome else "failed"
-    outcome = _record_failure(notebook, failure, outcome, seconds)
+    outcome = _record_failure(run, notebook, failure, outcome, seconds)
     run.folder.finish(outcome)
     return failure, outcome.verdict.value
 
 
 def _record_failure(
-    notebook: Notebook, failure: NotebookFailure, outcome: StepOutcome | None, seconds: float
+    run: PortRun, notebook: Notebook, failure: NotebookFailure, outcome: StepOutcome | None, seconds: float
 ) -> StepOutcome:
     """The outcome of a step whose notebook stopped before, or in spite of, a good outcome."""
     kind = failure.error_class
@@ -208,7 +208,7 @@ def _record_failure(
         summary=failure.headline,
         figures={**(outcome.figures if outcome else {}), "error": failure.name, "message": failure.message},
         products=outcome.products if outcome else (),
-        inputs=outcome.inputs if outcome else {},
+        inputs=run.inputs(notebook.step),
         seconds=round(seconds, 3),
         failing_gate=failure.headline if is_gate else f"{failure.name} in {notebook.file.name}",
     )
@@ -220,7 +220,7 @@ def _conclude(run: PortRun, notebooks: list[Notebook], failures: dict[str, Noteb
         write_report(run)
     outcomes = {step: outcome for step in STEPS if (outcome := run.folder.outcome(step)) is not None}
     combined = combine_outcomes(outcomes)
-    first = next(iter(failures), None)
+    first = _failing_notebook(notebooks, failures, outcomes, combined)
     if first is not None and combined.verdict is Verdict.PASS:  # only the report notebook stopped
         gate = f"{failures[first].name} in {first}"
         combined = replace(combined, verdict=Verdict.FAIL, summary=failures[first].headline, failing_gate=gate)
@@ -229,3 +229,17 @@ def _conclude(run: PortRun, notebooks: list[Notebook], failures: dict[str, Noteb
         raise kind(f"{failures[first].message}\n  notebook: {first}\n  report: {run.folder.report}")
     executed = {item.step: file for item in notebooks if (file := executed_file(run.folder, item)).is_file()}
     return WorkbookResult(combined, outcomes, first, executed, run.folder.report)
+
+
+def _failing_notebook(
+    notebooks: list[Notebook],
+    failures: Mapping[str, NotebookFailure],
+    outcomes: Mapping[str, StepOutcome],
+    combined: StepOutcome,
+) -> str | None:
+    """The notebook whose step gave the combined verdict; the first that stopped when only the report's did."""
+    for notebook in notebooks:
+        outcome = outcomes.get(notebook.step)
+        if notebook.file.name in failures and outcome is not None and outcome.verdict is combined.verdict:
+            return notebook.file.name
+    return next(iter(failures), None)
