@@ -36,11 +36,13 @@ class Picture:
     alt: str
 
     def to_html(self) -> str:
-        """An image element with the data inside."""
+        """A figure with the data inside and the words below."""
         data = base64.b64encode(self.png).decode()
+        words = html.escape(self.alt, quote=True)
         return (
-            f'<img alt="{html.escape(self.alt, quote=True)}" src="data:image/png;base64,{data}" '
+            f'<figure style="margin:.8em 0;"><img alt="{words}" src="data:image/png;base64,{data}" '
             f'style="max-width:100%;width:{SHOWN_WIDTH}px;height:auto;">'
+            f'<figcaption style="opacity:.8;font-size:.9em;">{words}</figcaption></figure>'
         )
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from porting_kit.display.tables import Code, Facts, Table, VerdictMark
+from porting_kit.display.tables import Code, Facts, Folded, Stack, Table, VerdictMark
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict, not_covered
 
 LONG_VALUE = 60
@@ -47,23 +47,29 @@ def steps_table(outcomes: Mapping[str, StepOutcome], expected: Sequence[str] = (
     return Table(("step", "verdict", "result", "seconds"), rows)
 
 
-def gates_table(gates: Iterable[Any], *, title: str = "Gates of the release and the card") -> Table:
-    """Preflight's gates: those that need something come first."""
-    order = {"refused": 0, "silent": 1, "mended": 2, "pass": 3}
-    rows = sorted((_as_dict(gate) for gate in gates), key=lambda gate: order.get(gate["verdict"], 0))
-    columns = ("gate", "this model", "wanted", "verdict", "what to do", "read in")
+def gates_table(gates: Iterable[Any], *, title: str = "Gates of the release and the card") -> Stack:
+    """Preflight's gates: those that need something in full, those that pass folded up."""
+    order = ("refused", "silent", "mended")
+    rows = [_as_dict(gate) for gate in gates]
+    open_rows = sorted((row for row in rows if row["verdict"] != "pass"), key=lambda row: order.index(row["verdict"]))
+    passed = [row for row in rows if row["verdict"] == "pass"]
     cells = [
         (
-            gate["name"],
-            _shorten(gate["value"]),
-            gate.get("expected") or None,
-            VerdictMark(gate["verdict"]),
-            gate.get("remedy"),
-            gate.get("source") or None,
+            row["name"],
+            _shorten(row["value"]),
+            row.get("expected"),
+            VerdictMark(row["verdict"]),
+            row.get("remedy"),
+            row.get("effect"),
+            row.get("source"),
         )
-        for gate in rows
+        for row in open_rows
     ]
-    return Table(columns, cells, title=title)
+    columns = ("gate", "this model", "wanted", "verdict", "what to do", "otherwise", "read in")
+    note = "" if cells else "Every gate passes."
+    quiet = [(row["name"], _shorten(row["value"]), row.get("expected"), row.get("source")) for row in passed]
+    folded = Folded(f"{len(passed)} gates pass", Table(("gate", "this model", "wanted", "read in"), quiet))
+    return Stack((Table(columns, cells, title=title, note=note), folded))
 
 
 def field_table(rows: Iterable[Any], *, title: str = "Config fields") -> Table:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from porting_kit.display import alignment_view, results
 from porting_kit.display.diff_view import view_diff
 from porting_kit.display.plots import plot_tree
-from porting_kit.display.tables import Code, Facts, Preformatted, Table
+from porting_kit.display.tables import Code, Facts, Folded, Preformatted, Table
 from porting_kit.errors import PortingKitError
 from porting_kit.outcomes import StepOutcome
 from porting_kit.provenance import describe_environment
@@ -110,7 +110,7 @@ def _conversion(run: PortRun, outcomes: Outcomes) -> Section | None:
     parts = (
         results.accounting_table(receipt["sources"], receipt["targets"]),
         results.field_table(receipt["fields"]),
-        results.tensor_table(receipt["targets"]),
+        Folded(f"All {len(receipt['targets'])} tensors", results.tensor_table(receipt["targets"], limit=None)),
     )
     warnings = Table(("warning",), [(text,) for text in receipt["warnings"]]) if receipt["warnings"] else None
     return Section("conversion", "Conversion", (*parts, *filter(None, [warnings])), outcomes["convert"].summary)

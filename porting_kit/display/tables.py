@@ -25,6 +25,8 @@ TINTS = {  # Okabe-Ito: distinguishable with any colour vision
     "refused": "213,94,0",
 }
 TERMINAL_COLUMNS = 120
+LONG_TEXT = 40
+LONG_NAME = 64
 _CELL = "padding:.3em .7em;text-align:left;vertical-align:top;border-bottom:1px solid rgba(128,128,128,.3);"
 
 
@@ -55,7 +57,8 @@ class Code:
 
     def to_html(self) -> str:
         """The same as HTML."""
-        return f'<code style="overflow-wrap:anywhere;">{html.escape(self.value)}</code>'
+        wrap = "white-space:nowrap;" if len(self.value) <= LONG_NAME else "overflow-wrap:anywhere;"
+        return f'<code style="{wrap}">{html.escape(self.value)}</code>'
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class Table:
         """HTML that scrolls sideways inside its own box when it is wider than the page."""
         head = "".join(f'<th scope="col" style="{_CELL}">{html.escape(column)}</th>' for column in self.columns)
         body = "".join(
-            "<tr>" + "".join(f'<td style="{_CELL}">{_cell_html(cell)}</td>' for cell in row) + "</tr>"
+            "<tr>" + "".join(f'<td style="{_cell_style(cell)}">{_cell_html(cell)}</td>' for cell in row) + "</tr>"
             for row in self.shown
         )
         caption = (
@@ -177,6 +180,24 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class Folded:
+    """Something behind its title: opened with a click or a key, without a script. In text it is always open."""
+
+    title: str
+    part: Any
+
+    def to_html(self) -> str:
+        """HTML of the closed fold."""
+        return f"<details><summary>{html.escape(self.title)}</summary>{self.part.to_html()}</details>"
+
+    def __str__(self) -> str:
+        return f"{self.title}\n{self.part}"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/html": self.to_html(), "text/plain": str(self)}
+
+
+@dataclass(frozen=True)
 class Stack:
     """Several of these objects, one below the other, as one result of a cell."""
 
@@ -221,6 +242,11 @@ def _cell_text(cell: Any) -> str:
     if isinstance(cell, (list, tuple)):
         return ", ".join(_cell_text(item) for item in cell) or "none"
     return str(cell)
+
+
+def _cell_style(cell: Any) -> str:
+    """Long texts keep a width that can be read; the table scrolls sideways when there is no room."""
+    return f"{_CELL}min-width:13em;" if len(_cell_text(cell)) > LONG_TEXT else _CELL
 
 
 def _cell_html(cell: Any) -> str:
