@@ -1,0 +1,150 @@
+"""Bad input gets a clear error and exit code 2, and leaves no checkpoint behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.cli.conftest import PortFolder, make_heads
+from tests.cli.test_commands import call
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 123456789\n"
+
+
+def point_nowhere(port: PortFolder) -> None:
+    port.edit_port(base="no_such_folder")
+
+
+def swap_folders(port: PortFolder) -> None:
+    port.edit_port(base="heads", heads="base")
+
+
+def leave_a_pointer(port: PortFolder) -> None:
+    port.weights_file.write_text(POINTER)
+
+
+def cut_the_weights(port: PortFolder) -> None:
+    port.weights_file.write_bytes(port.weights_file.read_bytes()[:-1024])
+
+
+def name_a_missing_shard(port: PortFolder) -> None:
+    index = {"metadata": {}, "weight_map": {"transformer.ln_f.weight": "model-00002-of-00002.safetensors"}}
+    port.weights_file.unlink()
+    (port.base / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def poison_a_head(port: PortFolder) -> None:
+    tensors = make_heads()
+    tensors["1.0.linear.weight"][3, 4] = float("nan")
+    save_file(tensors, port.heads_file)
+
+
+def shrink_the_heads(port: PortFolder) -> None:
+    save_file(make_heads(hidden=24), port.heads_file)
+
+
+def skip_a_head(port: PortFolder) -> None:
+    save_file({name.replace("1.0.", "3.0."): tensor for name, tensor in make_heads().items()}, port.heads_file)
+
+
+def ask_for_too_many_heads(port: PortFolder) -> None:
+    port.edit_port(heads={"path": "heads", "use": 5})
+
+
+def untie_without_a_head(port: PortFolder) -> None:
+    port.edit_config(lambda config: config.update(tie_word_embeddings=False))
+
+
+def plant_nothing(port: PortFolder) -> None:
+    port.edit_port(tree=[])
+
+
+def grow_too_deep(port: PortFolder) -> None:
+    port.edit_port(tree=[[0], [0, 0], [0, 0, 0]])
+
+
+def skip_a_rank(port: PortFolder) -> None:
+    port.edit_port(tree=[[0], [2]])
+
+
+def name_no_tree_source(port: PortFolder) -> None:
+    port.edit_port(trtllm=str(port.base))
+
+
+def ask_for_an_unknown_release(port: PortFolder) -> None:
+    port.edit_port(kernel="release:0.3.0")
+
+
+def misspell_a_key(port: PortFolder) -> None:
+    port.edit_port(heds="heads")
+
+
+FAULTS: dict[Callable[[PortFolder], None], str] = {
+    point_nowhere: "no_such_folder",
+    swap_folders: "heads",
+    leave_a_pointer: "pointer",
+    cut_the_weights: "model.safetensors",
+    name_a_missing_shard: "model-00002-of-00002",
+    poison_a_head: "finite",
+    shrink_the_heads: "24",
+    skip_a_head: "head",
+    ask_for_too_many_heads: "5",
+    untie_without_a_head: "lm_head",
+    plant_nothing: "tree",
+    grow_too_deep: "3 levels",
+    skip_a_rank: "rank",
+    name_no_tree_source: "tensorrt_llm",
+    ask_for_an_unknown_release: "0.3.0",
+    misspell_a_key: "heads",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_convert_or_preflight_refuses(port: PortFolder, fault, tmp_path):
+    fault(port)
+    out = tmp_path / "run"
+    # Values are not read by preflight, and convert does not judge kernels.
+    command = "convert" if fault is poison_a_head else "preflight"
+    code, document, stderr = call(command, port.file, "--out", out)
+    assert code == 2, stderr
+    assert FAULTS[fault] in json.dumps(document["error"])
+    assert document["error"]["subject"]
+    assert document["verdict"] != "pass"
+    assert not (out / "checkpoint").exists()
+    assert not list(out.glob("*/outcome.json"))
+
+
+def test_a_head_count_that_lies_is_said_and_the_tensors_win(port: PortFolder, tmp_path):
+    (port.heads / "config.json").write_text(json.dumps({"medusa_num_heads": 5, "medusa_num_layers": 1}))
+    code, document, _ = call("convert", port.file, "--out", tmp_path / "run")
+    assert code == 0
+    assert document["figures"]["heads"] == 2
+    assert any("5" in warning for warning in document["figures"]["warnings"])
+
+
+def test_an_output_folder_with_other_content_is_left_alone(port: PortFolder, tmp_path):
+    out = tmp_path / "mine"
+    out.mkdir()
+    (out / "thesis.txt").write_text("precious")
+    code, document, _ = call("convert", port.file, "--out", out)
+    assert code == 2
+    assert "thesis.txt" in document["error"]["found"]
+    assert [item.name for item in out.iterdir()] == ["thesis.txt"]
+
+
+def test_a_failed_conversion_keeps_the_checkpoint_of_the_last_good_one(port: PortFolder, tmp_path):
+    out = tmp_path / "run"
+    assert call("convert", port.file, "--out", out)[0] == 0
+    before = load_file(out / "checkpoint" / "rank0.safetensors")
+    poison_a_head(port)
+    assert call("convert", port.file, "--out", out)[0] == 2
+    after = load_file(out / "checkpoint" / "rank0.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    # The old checkpoint is whole, and still no later step takes it for the result of today's inputs.
+    code, document, _ = call("align", port.file, "--out", out)
+    assert code == 2
+    assert "finite" in json.dumps(document)

@@ -1,0 +1,116 @@
+"""The stable interface: commands, exit codes, JSON documents."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from porting_kit.cli import app
+from porting_kit.steps.prompts import RANDOM_LENGTHS
+from tests.cli.conftest import PortFolder
+
+
+def call(*arguments: object) -> tuple[int, dict, str]:
+    """Exit code, JSON document of stdout, stderr."""
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    return result.exit_code, json.loads(result.stdout), result.stderr
+
+
+def test_preflight_prints_gates_and_leaves_nothing_behind(port: PortFolder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, document, _ = call("preflight", port.file)
+    assert (code, document["verdict"]) == (0, "pass")
+    assert {"name", "value", "verdict", "remedy", "source"} <= set(document["gates"][0])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_preflight_names_the_silent_alibi_gate_of_a_release(port: PortFolder):
+    release = "kernel=release:0.11.0.dev2024062500"
+    code, document, _ = call("preflight", port.file, "-p", release, "-p", "dtype=float16")
+    gates = {gate["name"]: gate for gate in document["gates"]}
+    assert code == 1
+    assert gates["ALiBi"]["verdict"] == "silent"
+    assert gates["head size"]["verdict"] == "refused"
+    assert document["verdict"] == "refused"
+    assert document["failing_gate"] == "head size"
+
+
+def test_steps_one_by_one_and_their_documents(port: PortFolder, tmp_path):
+    out = tmp_path / "run"
+    code, document, _ = call("preflight", port.file, "--out", out)
+    assert code == 0
+    code, document, _ = call("patch", port.file, "--out", out)
+    assert code == 0
+    assert [Path(name).name for name in document["products"]] == ["medusa_bloom.py", "port.patch"]
+    code, document, _ = call("convert", port.file, "--out", out)
+    assert (code, document["covered"]) == (0, ["weights"])
+    code, document, _ = call("build", port.file, "--out", out, "--plan-only")
+    assert code == 0
+    assert document["plan"]["command"][0] == "trtllm-build"
+    code, document, _ = call("build", port.file, "--out", out)
+    assert (code, document["verdict"]) == (3, "not_run")
+    code, document, _ = call("align", port.file, "--out", out)
+    assert (code, document["verdict"], document["tokens_equal"]) == (0, "pass", True)
+    for key in ("near_ties", "first_divergence", "tokens_per_step", "approximate_fit", "covered", "not_covered"):
+        assert key in document
+    code, document, _ = call("report", port.file, "--out", out)
+    assert code == 0
+    assert (out / "report.html").is_file()
+
+
+def test_align_runs_what_is_missing_and_refuses_what_is_stale(port: PortFolder, tmp_path):
+    out = tmp_path / "run"
+    code, document, stderr = call("align", port.file, "--out", out)
+    assert (code, document["verdict"]) == (0, "pass")
+    assert "running it now" in stderr
+    port.edit_port(tree=[[0], [1]])
+    code, document, _ = call("align", port.file, "--out", out)
+    assert code == 2
+    assert "stale" in document["error"]["subject"]
+    assert "port.tree" in document["error"]["found"]
+
+
+def test_captured_tokens_of_the_run_script_are_aligned(port: PortFolder, tmp_path):
+    out = tmp_path / "run"
+    call("align", port.file, "--out", out)
+    captured = tmp_path / "output.npy"
+    captured.write_bytes((out / "alignment" / "output_ids.npy").read_bytes())
+    options = ("-p", "engine=captured", "-p", f"alignment.captured={captured}")
+    code, document, _ = call("align", port.file, "--out", out, *options)
+    assert (code, document["verdict"]) == (0, "pass")
+    assert "engine" in document["covered"]
+
+    import numpy as np
+
+    rows = np.load(captured)
+    place = RANDOM_LENGTHS[0] + 2
+    rows[0, place] = 50 if rows[0, place] != 50 else 51
+    np.save(captured, rows)
+    code, document, _ = call("align", port.file, "--out", out, *options)
+    assert (code, document["verdict"]) == (1, "fail")
+    assert document["first_divergence"]["kind"] == "wrong"
+
+
+@pytest.mark.parametrize("command", ["preflight", "patch", "convert", "align", "run", "report", "build"])
+def test_every_command_refuses_an_unknown_parameter(port: PortFolder, command, tmp_path):
+    code, document, stderr = call(command, port.file, "--out", tmp_path / "run", "-p", "kernal=exact")
+    assert code == 2
+    assert "kernel" in json.dumps(document) + stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_preflight_takes_less_than_a_second_of_processor_time(port: PortFolder):
+    command = [sys.executable, "-X", "importtime", "-m", "porting_kit.cli", "preflight", str(port.file)]
+    started = time.perf_counter()
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert time.perf_counter() - started < 60
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if "|" in line}
+    assert "porting_kit.steps.preflight" in imported
+    # What would cost the second: either alone takes longer to import than the whole of preflight.
+    assert not imported & {"torch", "transformers", "matplotlib"}
