@@ -19,6 +19,7 @@ from typing import Any
 from porting_kit.architectures.family import ByKey, Family, Refusal, find_family, load_families
 from porting_kit.architectures.fields import IGNORED_KEYS
 from porting_kit.architectures.names import evaluate_dim
+from porting_kit.architectures.releases import release_key
 from porting_kit.architectures.rope import BASE_KEYS, SHARE_KEYS, Rope, read_rope
 from porting_kit.architectures.rules import condition_terms
 from porting_kit.errors import BaseModelError
@@ -193,6 +194,25 @@ class BaseConfig:
                 presence = "present" if settled[name] else "absent"
                 origins[f"switch:{name}"] = Origin("derived", None, f"tensor {rule.evidence} is {presence}")
         return replace(self, switches=settled, origins=origins)
+
+    def for_release(self, release: str | None) -> BaseConfig:
+        """Settle what the TensorRT-LLM release decides: some switches, and the architecture's name in its MODEL_MAP.
+
+        None and texts that are no release number keep the defaults.
+        """
+        asked = release_key(release) if release else None
+        settled, origins = dict(self.switches), dict(self.origins)
+        for name, rule in self.definition.switches.items():
+            if rule.since is None and rule.until is None:
+                continue
+            settled[name] = rule.default if asked is None else rule.holds_for(asked)
+            note = "no release given" if asked is None else f"TensorRT-LLM {release}"
+            origins[f"switch:{name}"] = Origin("defaulted" if asked is None else "derived", None, note)
+        architecture = self.architecture
+        if asked is not None and self.definition.renamed is not None:
+            since, older = self.definition.renamed
+            architecture = older if asked < release_key(since) else architecture
+        return replace(self, architecture=architecture, switches=settled, origins=origins)
 
     def require_supported(self) -> None:
         """Raise BaseModelError naming every setting that TensorRT-LLM's class cannot follow."""
@@ -441,6 +461,8 @@ def _rope_values(rope: Rope, values: Mapping[str, Any], family: Family, reader: 
 
 
 def _read_switch(raw: Mapping[str, Any], rule: Any, reader: _Reader, name: str) -> bool | None:
+    if rule.since is not None or rule.until is not None:
+        return None
     for spelling in rule.keys:
         reader.read_keys.add(spelling.split(".")[0])
         value = lookup(raw, spelling)

@@ -16,6 +16,7 @@ from typing import Any
 
 from porting_kit.architectures.fields import COMMON_FIELDS, Field
 from porting_kit.architectures.names import match_name
+from porting_kit.architectures.releases import release_key
 from porting_kit.architectures.rules import Drop, Rule, condition_terms
 from porting_kit.errors import BaseModelError, suggest_nearest
 
@@ -52,12 +53,20 @@ class Switch:
         default: value when the config is silent and the tensors are not known.
         evidence: name of a tensor whose presence means yes when the config is silent.
         negated: the key says the opposite ("no_bias").
+        since, until: the release decides: true from the one on and before the other; `default` without a release.
     """
 
     keys: tuple[str, ...] = ()
     default: bool = False
     evidence: str | None = None
     negated: bool = False
+    since: str | None = None
+    until: str | None = None
+
+    def holds_for(self, release: tuple[int, ...]) -> bool:
+        """Whether a release (as a sortable key) lies from `since` on and before `until`."""
+        after = self.since is None or release >= release_key(self.since)
+        return after and (self.until is None or release < release_key(self.until))
 
 
 @dataclass(frozen=True)
@@ -150,8 +159,9 @@ class Family:
         handled_keys: keys whose meaning the rules already carry, not to be reported as dropped.
         pipeline: the class can be split over pipeline ranks.
         first_release: first release whose MODEL_MAP holds it.
+        ranks_since: first release that reads one file per tensor-parallel rank; None when all do.
+        renamed: (release, older name): the architecture's name in releases before that one.
         head_size_since: first release whose class takes a head size other than E / H; None when none does.
-        shared_output: the class takes its output matrix from the embedding and wants none in the checkpoint.
     """
 
     name: str
@@ -175,13 +185,14 @@ class Family:
     pipeline: bool = False
     first_release: str = "0.8.0"
     head_size_since: str | None = None
-    shared_output: bool = False
+    ranks_since: str | None = None
+    renamed: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         targets = [rule.target for rule in self.rules]
         for target in targets:
             same = [rule for rule in self.rules if rule.target == target]
-            if len(same) > 1 and len({rule.when for rule in same}) < len(same):
+            if len(same) > 1 and len({(rule.when, rule.layers) for rule in same}) < len(same):
                 raise ValueError(f"family {self.name}: two rules write {target!r} under the same condition")
         for rule in self.rules:
             if any(name not in self.switches for name, _ in condition_terms(rule.when)):

@@ -17,12 +17,14 @@ class Field:
     """One key of the checkpoint's config.json.
 
     Args:
-        target: the key written.
-        kind: "attribute" (of BaseConfig), "key" (dotted, of the Hugging Face config), "switch" or "constant".
+        target: the key written, dotted for one inside a mapping.
+        kind: "attribute" (of BaseConfig, dotted into a mapping), "key" (dotted, of the Hugging Face config), "switch"
+            or "constant".
         source: name of the attribute, key or switch; None for a constant.
         default: value when the source has no such key; `REQUIRED` refuses instead.
         value: the constant.
         mapping: rewrites the value, key by key ({"relu2": "squared-relu"}); values not listed stay.
+        optional: leave the key out of config.json when the value is None.
         note: why, shown in the table; a constant must say why.
     """
 
@@ -31,7 +33,8 @@ class Field:
     source: str | None = None
     default: object = REQUIRED
     value: object = None
-    mapping: Mapping[str, object] | None = None
+    mapping: Mapping[object, object] | None = None
+    optional: bool = False
     note: str = ""
 
     def __post_init__(self) -> None:

@@ -71,6 +71,19 @@ class Ungroup:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Interleave rows the way `Ungroup` takes them apart: part after part becomes group after group."""
+
+    groups: str
+    parts: tuple[str, ...]
+    unit: str = "D"
+
+    __post_init__ = Ungroup.__post_init__
+    counts = Ungroup.counts
+    output_shapes = Ungroup.output_shapes
+
+
+@dataclass(frozen=True)
 class ReorderBlocks:
     """Cut `dim` into len(order) equal blocks and write them in `order`: (1, 0) swaps the halves of a fused MLP."""
 
@@ -219,6 +232,7 @@ Operation = (
     Concatenate
     | Stack
     | Ungroup
+    | Group
     | ReorderBlocks
     | Transpose
     | Reshape
@@ -230,8 +244,8 @@ Operation = (
     | NormalizeRows
 )
 
-MOVING = (Concatenate, Stack, Ungroup, ReorderBlocks, Transpose, Reshape)  # bit-exact and losslessly undone
-ONE_INPUT = (Ungroup, ReorderBlocks, Transpose, Reshape, Take, SkipRows, PadRows, Add, Scale, NormalizeRows)
+MOVING = (Concatenate, Stack, Ungroup, Group, ReorderBlocks, Transpose, Reshape)  # bit-exact and losslessly undone
+ONE_INPUT = (Ungroup, Group, ReorderBlocks, Transpose, Reshape, Take, SkipRows, PadRows, Add, Scale, NormalizeRows)
 
 
 def _without(shape: Shape, dim: int) -> Shape:

@@ -6,10 +6,10 @@ build flags have their own facts. A release text that is not a version number (t
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from porting_kit.architectures.releases import release_key
 from porting_kit.architectures.rope import ROPE_KINDS
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Need:
     since: str
 
 
-def find_unmet_needs(base: BaseConfig, release: str | None) -> tuple[Need, ...]:
+def find_unmet_needs(base: BaseConfig, release: str | None, tp_size: int = 1) -> tuple[Need, ...]:
     """The needs of a base that a release does not meet; none when the release is None or no version number."""
     if release is None or release_key(release) is None:
         return ()
@@ -32,17 +32,10 @@ def find_unmet_needs(base: BaseConfig, release: str | None) -> tuple[Need, ...]:
     if base.head_size * base.num_heads != base.hidden_size:
         since = base.definition.head_size_since or "a release that does not exist yet"
         needs.append(Need(f"a head size of {base.head_size} at {base.num_heads} heads on {base.hidden_size}", since))
+    if tp_size > 1 and base.definition.ranks_since is not None:
+        needs.append(Need(f"{base.architecture} on several ranks", base.definition.ranks_since))
     if base.rope_scaling is not None:
         kind = str(base.rope_scaling["type"])
         needs.append(Need(f"rope scaling of kind {kind!r}", ROPE_KINDS[kind][1]))
     asked = release_key(release)
     return tuple(need for need in needs if release_key(need.since) is None or asked < release_key(need.since))
-
-
-def release_key(release: str) -> tuple[int, int, int, int, int] | None:
-    """A sortable form of `0.11.0.dev2024062500` or `1.0.0rc2`; None for other texts. dev < rc < final."""
-    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(dev|rc)(\d+))?(?:\.post\d+)?", release)
-    if match is None:
-        return None
-    major, minor, patch, stage, number = match.groups()
-    return int(major), int(minor), int(patch or 0), {"dev": 0, "rc": 1, None: 2}[stage], int(number or 0)

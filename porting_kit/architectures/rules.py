@@ -9,7 +9,7 @@ This module does not import torch and does not know any model family.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from porting_kit.architectures.names import (
@@ -19,6 +19,7 @@ from porting_kit.architectures.names import (
     TensorSpec,
     check_expression,
     check_pattern,
+    evaluate_dim,
     placeholders,
 )
 from porting_kit.architectures.operations import MOVING, ONE_INPUT, Concatenate, Operation, Stack
@@ -83,6 +84,7 @@ class Rule:
             on and this model does not have.
         dtype: dtype in the checkpoint, None for the checkpoint's own (the expert router stays float32).
         pipeline: which pipeline rank holds it: "layer", "first", "last".
+        layers: first and one-past-last layer the rule is for; None means all.
     """
 
     target: str
@@ -94,6 +96,7 @@ class Rule:
     zeros_when_absent: tuple[str, ...] = ()
     dtype: str | None = None
     pipeline: str = "layer"
+    layers: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         check_pattern(self.target)
@@ -107,6 +110,8 @@ class Rule:
         self._check_joined(len(self.sources), set(placeholders(self.sources[0].name)) != wanted)
         if self.pipeline not in ("layer", "first", "last"):
             raise ValueError(f"rule for {self.target!r}: pipeline {self.pipeline!r} is not layer, first or last")
+        for expression in (*(self.layers or ()), *self.zeros_when_absent):
+            check_expression(expression)
         if ("i" in wanted) != (self.pipeline == "layer"):
             raise ValueError(f"rule for {self.target!r}: only tensors of a layer carry the layer number")
 
@@ -134,7 +139,10 @@ class Rule:
         """
         outer = placeholders(self.target)
         inner = tuple(p for p in placeholders(self.sources[0].name) if p not in outer)
-        for values in product(*(range(dims[INDICES[p]]) for p in outer)):
+        ranges = {p: range(dims[INDICES[p]]) for p in outer}
+        if self.layers is not None:
+            ranges["i"] = range(evaluate_dim(self.layers[0], dims), evaluate_dim(self.layers[1], dims))
+        for values in product(*(ranges[p] for p in outer)):
             numbers = dict(zip(outer, values, strict=True))
             sources = []
             for inner_values in product(*(range(dims[INDICES[p]]) for p in inner)):
@@ -238,6 +246,16 @@ def output_matrix(source: str, tied_from: str, *operations: Operation) -> Rule:
     """The output matrix, split over the vocabulary; a model with tied embeddings takes `tied_from`."""
     spec = TensorSpec(source, ("V", "E"))
     return Rule("lm_head.weight", (spec,), operations, shard=VOCABULARY, tied_from=tied_from, pipeline="last")
+
+
+def only_when(rules: Sequence[Rule], condition: str, **changes: object) -> list[Rule]:
+    """The same rules under one more condition, with other fields changed if asked for."""
+    return [replace(rule, when=f"{rule.when} & {condition}" if rule.when else condition, **changes) for rule in rules]
+
+
+def restrict(rules: Sequence[Rule], first: str, stop: str) -> list[Rule]:
+    """The same rules for layers `first` to `stop` (one past the last) only."""
+    return [replace(rule, layers=(first, stop)) for rule in rules]
 
 
 def _placed(target: str, options: dict[str, object]) -> dict[str, object]:

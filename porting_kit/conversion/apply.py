@@ -19,13 +19,13 @@ from porting_kit.errors import ConversionError
 Scalars = Mapping[str, float]
 
 
-def _ungroup(tensor: torch.Tensor, operation: ops.Ungroup, dims: Dims) -> torch.Tensor:
+def _ungroup(tensor: torch.Tensor, operation: ops.Ungroup | ops.Group, dims: Dims) -> torch.Tensor:
     groups, parts, unit = operation.counts(dims)
     rows = tensor.reshape(groups, sum(parts), unit, *tensor.shape[1:])
     return torch.cat([part.flatten(0, 2) for part in rows.split(list(parts), dim=1)])
 
 
-def _regroup(tensor: torch.Tensor, operation: ops.Ungroup, dims: Dims) -> torch.Tensor:
+def _group(tensor: torch.Tensor, operation: ops.Ungroup | ops.Group, dims: Dims) -> torch.Tensor:
     groups, parts, unit = operation.counts(dims)
     blocks = tensor.split([groups * part * unit for part in parts])
     rest = tensor.shape[1:]
@@ -53,6 +53,7 @@ def _take(tensor: torch.Tensor, operation: ops.Take, dims: Dims) -> torch.Tensor
 
 FORWARD: dict[type, Callable[..., torch.Tensor]] = {
     ops.Ungroup: lambda t, o, d, s: _ungroup(t, o, d),
+    ops.Group: lambda t, o, d, s: _group(t, o, d),
     ops.ReorderBlocks: lambda t, o, d, s: _reorder(t, o, o.order),
     ops.Transpose: lambda t, o, d, s: t.transpose(-1, -2),
     ops.Reshape: lambda t, o, d, s: t.reshape([evaluate_dim(size, d) for size in o.shape]),
@@ -64,7 +65,8 @@ FORWARD: dict[type, Callable[..., torch.Tensor]] = {
     ops.NormalizeRows: lambda t, o, d, s: torch.nn.functional.normalize(t.float(), dim=-1),
 }
 BACKWARD: dict[type, Callable[..., torch.Tensor]] = {
-    ops.Ungroup: lambda t, o, d, s, shape: _regroup(t, o, d),
+    ops.Ungroup: lambda t, o, d, s, shape: _group(t, o, d),
+    ops.Group: lambda t, o, d, s, shape: _ungroup(t, o, d),
     ops.ReorderBlocks: lambda t, o, d, s, shape: _reorder(t, o, [o.order.index(k) for k in range(len(o.order))]),
     ops.Transpose: lambda t, o, d, s, shape: t.transpose(-1, -2),
     ops.Reshape: lambda t, o, d, s, shape: t.reshape(shape),

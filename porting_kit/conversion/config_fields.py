@@ -63,11 +63,13 @@ def build_config(
     Raises:
         BaseModelError: the source lacks a key that the runtime class needs.
     """
-    rows = [_resolve(row, base) for row in base.definition.all_fields]
+    rows = [(row, _resolve(row, base)) for row in base.definition.all_fields]
+    rows = [resolved for row, resolved in rows if not (row.optional and resolved.value is None)]
     rows.append(_dtype_row(base, dtype))
-    rows += [
+    written = {row.target for row in rows}
+    whole = [
         FieldRow("logits_dtype", "float32", None, "derived", "logits are always float32"),
-        FieldRow("use_parallel_embedding", False, None, "derived", "embeddings are whole on every rank"),
+        _embedding_row(base, tp_size),
         FieldRow("embedding_sharding_dim", 0, None, "derived", "not sharded"),
         FieldRow("share_embedding_table", False, None, "derived", "the output matrix is written out"),
         FieldRow("quantization", {"quant_algo": None, "kv_cache_quant_algo": None}, None, "derived", "not quantised"),
@@ -79,6 +81,7 @@ def build_config(
             "as asked for",
         ),
     ]
+    rows += [row for row in whole if row.target not in written]
     if heads is not None:
         rows += [
             FieldRow("num_medusa_heads", heads.num_heads, None, "derived", "counted from the head tensors"),
@@ -92,8 +95,27 @@ def build_config(
         rows.append(FieldRow("max_draft_len", draft, None, kind, "draft tokens of the largest tree"))
     rows += [FieldRow(None, base.raw[key], key, "dropped", _why_dropped(key)) for key in base.unread_keys]
     rows += _unwritten_rows(base)
-    config = {row.target: row.value for row in rows if row.target is not None}
-    return config, tuple(rows)
+    return _nest(rows), tuple(rows)
+
+
+def _nest(rows: list[FieldRow]) -> dict[str, Any]:
+    """The config, dotted targets as mappings."""
+    config: dict[str, Any] = {}
+    for row in rows:
+        if row.target is not None:
+            *path, last = row.target.split(".")
+            place = config
+            for part in path:
+                place = place.setdefault(part, {})
+            place[last] = row.value
+    return config
+
+
+def _embedding_row(base: BaseConfig, tp_size: int) -> FieldRow:
+    rules = [rule for rule in base.definition.rules if rule.target == "transformer.vocab_embedding.weight"]
+    split = tp_size > 1 and any(rule.shard.dim == 0 for rule in rules if base.applies(rule.when))
+    note = "the embedding is split over the ranks" if split else "embeddings are whole on every rank"
+    return FieldRow("use_parallel_embedding", split, None, "derived", note)
 
 
 def _why_dropped(key: str) -> str:
@@ -106,7 +128,9 @@ def _resolve(row: Field, base: BaseConfig) -> FieldRow:
     if row.kind == "switch":
         origin = base.origins.get(f"switch:{row.source}")
         kind, source, note = (origin.kind, origin.key, origin.note) if origin else ("defaulted", None, "")
-        return FieldRow(row.target, base.switch(row.source), source, kind, row.note or note)
+        value = base.switch(row.source)
+        value = row.mapping[value] if row.mapping else value
+        return FieldRow(row.target, value, source, kind, row.note or note)
     if row.kind == "key":
         value = lookup(base.raw, row.source)
         if value is None and row.default is REQUIRED:
@@ -116,9 +140,12 @@ def _resolve(row: Field, base: BaseConfig) -> FieldRow:
         kind = "defaulted" if value is None else "kept"
         value = row.default if value is None else value
         return _mapped(row, value, row.source if kind == "kept" else None, kind, row.note)
-    origin = base.origins.get(row.source)
+    name, *path = row.source.split(".")
+    origin = base.origins.get(name)
     kind, source, note = (origin.kind, origin.key, origin.note) if origin else ("derived", None, "")
-    return _mapped(row, getattr(base, row.source), source, kind, row.note or note)
+    value = getattr(base, name)
+    value = lookup(value or {}, ".".join(path)) if path else value
+    return _mapped(row, value, source, kind, row.note or note)
 
 
 def _mapped(row: Field, value: Any, source: str | None, kind: str, note: str) -> FieldRow:

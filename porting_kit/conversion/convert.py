@@ -113,7 +113,7 @@ def convert_checkpoint(
     base, source, heads = _open_inputs(base_folder, heads)
     dtype = dtype or choose_dtype(base)
     require_release(base, release)
-    plan = plan_conversion(base, source, tp_size=tp_size, pp_size=pp_size, dtype=dtype, heads=heads)
+    plan = plan_conversion(base, source, tp_size=tp_size, pp_size=pp_size, dtype=dtype, heads=heads, release=release)
     config, table = build_config(
         plan.base, dtype=dtype, tp_size=tp_size, pp_size=pp_size, heads=heads, max_draft_len=max_draft_len
     )
@@ -156,11 +156,13 @@ def checkpoint_tensors(
     heads: HeadSet | str | Path | None = None,
     dtype: str | None = None,
     max_draft_len: int | None = None,
+    release: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The config and tensors of a one-rank checkpoint, in memory. Arguments as for `convert_checkpoint`."""
     base, source, heads = _open_inputs(base_folder, heads)
     dtype = dtype or choose_dtype(base)
-    plan = plan_conversion(base, source, dtype=dtype, heads=heads)
+    require_release(base, release)
+    plan = plan_conversion(base, source, dtype=dtype, heads=heads, release=release)
     config, _ = build_config(plan.base, dtype=dtype, heads=heads, max_draft_len=max_draft_len)
     tensors = {}
     for planned, whole in iterate_targets(plan, source, heads):
@@ -174,12 +176,12 @@ def choose_dtype(base: BaseConfig) -> str:
     return base.dtype if base.dtype in ("float16", "bfloat16") else "float16"
 
 
-def require_release(base: BaseConfig, release: str | None) -> None:
+def require_release(base: BaseConfig, release: str | None, tp_size: int = 1) -> None:
     """Raise BaseModelError when a TensorRT-LLM release cannot express this base; None asks nothing."""
     from porting_kit.architectures.release_needs import find_unmet_needs
     from porting_kit.errors import BaseModelError
 
-    unmet = find_unmet_needs(base, release)
+    unmet = find_unmet_needs(base, release, tp_size)
     if unmet:
         raise BaseModelError(
             f"TensorRT-LLM {release} cannot express this model: {unmet[0].what}",

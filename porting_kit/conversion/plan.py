@@ -137,6 +137,7 @@ def plan_conversion(
     pp_size: int = 1,
     dtype: str = "float16",
     heads: HeadSet | None = None,
+    release: str | None = None,
 ) -> ConversionPlan:
     """Work out the whole conversion.
 
@@ -146,6 +147,7 @@ def plan_conversion(
         tp_size, pp_size: ranks.
         dtype: dtype of the checkpoint: float16, bfloat16 or float32.
         heads: Medusa heads to join, or None.
+        release: TensorRT-LLM release the checkpoint is for; where layouts changed between releases it decides.
 
     Raises:
         BaseModelError: the base has settings that TensorRT-LLM's class cannot follow.
@@ -153,7 +155,7 @@ def plan_conversion(
         ConversionError: ranks do not divide the model, or an unknown dtype.
         HeadsError: the heads do not fit the base.
     """
-    base = base.with_evidence(_canonical_names(base.definition, source.names()))
+    base = base.for_release(release).with_evidence(_canonical_names(base.definition, source.names()))
     base.require_supported()
     _check_request(base, tp_size, pp_size, dtype)
     if heads is not None:

@@ -1,6 +1,6 @@
 """Cohere Command R: one norm before attention and MLP in parallel, interleaved rotary, scaled logits.
 
-Sources: tensorrt_llm/models/commandr/{model,config}.py, 0.16.0.dev2024121000.
+Sources: tensorrt_llm/models/commandr/{model,config}.py, 0.15.0.dev2024101500 to 0.16.0.dev2024121000.
 """
 
 from porting_kit.architectures.family import Family, Switch
@@ -14,7 +14,17 @@ from porting_kit.architectures.fragments import (
     separate_qkv,
     zero_dense_bias,
 )
-from porting_kit.architectures.rules import Shard, embedding, norm, output_matrix, rename
+from porting_kit.architectures.operations import Concatenate, Group
+from porting_kit.architectures.rules import Shard, embedding, norm, only_when, output_matrix, rename
+
+QKV_RULES = separate_qkv(f"{LAYER}.self_attn", bias="attention_bias")
+
+
+def derive_layout(raw: dict, values: dict) -> dict[str, tuple[object, str]]:
+    """With norms on queries and keys of equal head counts the attention takes the projection head by head."""
+    by_head = bool(raw.get("use_qk_norm")) and values["num_heads"] == values["num_kv_heads"]
+    return {"by_head": (by_head, "use_qk_norm with as many key/value heads as query heads")}
+
 
 FAMILY = Family(
     name="cohere",
@@ -23,7 +33,13 @@ FAMILY = Family(
     model_folder="commandr",
     rules=(
         embedding("model.embed_tokens.weight"),
-        *separate_qkv(f"{LAYER}.self_attn", bias="attention_bias"),
+        *only_when(QKV_RULES, "!by_head"),
+        *only_when(
+            QKV_RULES,
+            "by_head",
+            operations=(Concatenate(0), Group("H", ("1", "1", "1"))),
+            shard=Shard(0, blocks=("3*H*D",), heads=("H",)),
+        ),
         *dense(f"{LAYER}.self_attn.o_proj"),
         zero_dense_bias(f"{LAYER}.self_attn.o_proj", when="attention_bias"),
         rename(
@@ -51,8 +67,10 @@ FAMILY = Family(
     switches={
         "attention_bias": Switch(("attention_bias",), default=False),
         "qk_norm": Switch(("use_qk_norm",), default=False),
+        "by_head": Switch(),
     },
     defaults={"tied": True, "activation": "silu"},
+    derive=derive_layout,
     fields=(
         *ROPE_FIELDS,
         switch("attn_bias", "attention_bias"),
@@ -60,5 +78,6 @@ FAMILY = Family(
         key("output_multiplier_scale", "logit_scale", 0.0625),
     ),
     pipeline=True,
-    first_release="0.15.0",
+    first_release="0.15.0.dev2024101500",
+    head_size_since="0.15.0.dev2024101500",
 )

@@ -1,7 +1,7 @@
 """DBRX: experts kept as one matrix, LayerNorms without biases, queries, keys and values clipped.
 
-Sources: tensorrt_llm/models/dbrx/{model,config}.py and examples/dbrx/convert_checkpoint.py, 0.10.0.dev2024043000 to
-0.13.0.dev2024090300.
+Sources: tensorrt_llm/models/dbrx/{model,config}.py and examples/dbrx/convert_checkpoint.py, 0.11.0.dev2024060400 to
+0.16.0.dev2024121000.
 """
 
 from porting_kit.architectures.family import Family, Requirement
@@ -62,12 +62,12 @@ FAMILY = Family(
         attribute("moe_num_experts", "num_experts"),
         attribute("moe_top_k", "experts_per_token"),
         constant("moe_normalization_mode", 1, "the weights of the chosen experts add up to one"),
-        constant("moe_tp_mode", 2, "experts are split over the ranks inside, not among them (0.10)"),
     ),
     requirements=(
         Requirement("ffn_config.moe_normalize_expert_weights", (1, 1.0), 1.0, "expert weights add up to one", MODEL),
         Requirement("ffn_config.ffn_act_fn.name", ("silu",), "silu", "experts are gated by silu", MODEL),
     ),
+    handled_keys=("num_key_value_heads", "resid_pdrop"),
     pipeline=True,
-    first_release="0.9.0.dev2024040900",
+    first_release="0.11.0.dev2024060400",
 )

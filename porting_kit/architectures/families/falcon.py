@@ -6,7 +6,7 @@ rank alone (upstream's converter repeats them on every rank, which counts them o
 """
 
 from porting_kit.architectures.family import ALIBI_SLOPES_CAST, GELU_IS_TANH, NORM_EPS_FIXED, ByKey, Family, Switch
-from porting_kit.architectures.fields import ROPE_FIELDS, constant, switch
+from porting_kit.architectures.fields import ROPE_FIELDS, constant, key, switch
 from porting_kit.architectures.fragments import (
     GROUP_BY_GROUP,
     TARGET,
@@ -21,6 +21,7 @@ from porting_kit.architectures.rules import (
     embedding,
     linear,
     norm,
+    only_when,
     output_matrix,
     rename,
 )
@@ -57,11 +58,6 @@ def row_linear(source: str, target: str, shape: str) -> list[Rule]:
     ]
 
 
-def norm_when(source: str, target: str, when: str) -> list[Rule]:
-    """A LayerNorm of one generation of the model."""
-    return [Rule(**{**rule.__dict__, "when": when}) for rule in norm(source, target, bias=True)]
-
-
 FAMILY = Family(
     name="falcon",
     model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
@@ -73,10 +69,12 @@ FAMILY = Family(
         *row_linear(f"{SOURCE}.self_attention.dense", f"{TARGET}.attention.dense", "E,H*D"),
         *linear(f"{SOURCE}.mlp.dense_h_to_4h", f"{TARGET}.mlp.fc", "I,E", shard=COLUMN, bias="bias"),
         *row_linear(f"{SOURCE}.mlp.dense_4h_to_h", f"{TARGET}.mlp.proj", "E,I"),
-        *norm_when(f"{SOURCE}.ln_attn", f"{TARGET}.input_layernorm", "two_norms"),
-        *norm_when(f"{SOURCE}.ln_mlp", f"{TARGET}.mlp_layernorm", "two_norms"),
-        *norm_when(f"{SOURCE}.input_layernorm", f"{TARGET}.input_layernorm", "!two_norms"),
-        *norm_when(f"{SOURCE}.post_attention_layernorm", f"{TARGET}.post_layernorm", "!parallel_attention"),
+        *only_when(norm(f"{SOURCE}.ln_attn", f"{TARGET}.input_layernorm", bias=True), "two_norms"),
+        *only_when(norm(f"{SOURCE}.ln_mlp", f"{TARGET}.mlp_layernorm", bias=True), "two_norms"),
+        *only_when(norm(f"{SOURCE}.input_layernorm", f"{TARGET}.input_layernorm", bias=True), "!two_norms"),
+        *only_when(
+            norm(f"{SOURCE}.post_attention_layernorm", f"{TARGET}.post_layernorm", bias=True), "!parallel_attention"
+        ),
         *norm("transformer.ln_f", "transformer.ln_f", bias=True, pipeline="last"),
         output_matrix("lm_head.weight", tied_from="transformer.word_embeddings.weight"),
     ),
@@ -99,6 +97,7 @@ FAMILY = Family(
         switch("bias"),
         switch("new_decoder_architecture"),
         switch("parallel_attention"),
+        key("num_ln_in_parallel_attn", default=None, optional=True),
     ),
     differences=(GELU_IS_TANH, NORM_EPS_FIXED, ALIBI_SLOPES_CAST),
     handled_keys=(

@@ -67,5 +67,6 @@ FAMILY = Family(
     requirements=GPT2_REQUIREMENTS,
     handled_keys=("n_ctx", "reorder_and_upcast_attn"),
     pipeline=True,
+    head_size_since="0.12.0.dev2024071600",
     first_release="0.9.0.dev2024031900",
 )

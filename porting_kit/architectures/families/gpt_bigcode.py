@@ -62,5 +62,6 @@ FAMILY = Family(
     requirements=GPT2_REQUIREMENTS,
     handled_keys=("n_ctx", "num_key_value_heads", "validate_runner_input", "attention_softmax_in_fp32"),
     pipeline=True,
+    head_size_since="0.12.0.dev2024071600",
     first_release="0.9.0.dev2024031900",
 )

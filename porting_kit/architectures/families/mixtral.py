@@ -1,7 +1,8 @@
 """Mixtral: LLaMA's attention with experts in place of the MLP.
 
-Sources: tensorrt_llm/models/llama/{model,config,convert}.py, 0.9.0.dev2024022700 to 0.13.0.dev2024090300. The two old
-keys for the experts are written; from 0.11 on the class makes `moe` of them.
+Sources: tensorrt_llm/models/llama/{model,config,convert}.py, 0.10.0.dev2024042300 to 0.16.0.dev2024121000. The two old
+keys for the experts are written; from 0.11 on the class makes `moe` of them. Older releases name the experts' tensors
+differently.
 """
 
 from porting_kit.architectures.family import Family, Requirement
@@ -39,7 +40,7 @@ FAMILY = Family(
         attribute("moe_num_experts", "num_experts"),
         attribute("moe_top_k", "experts_per_token"),
         constant("moe_normalization_mode", 1, "the weights of the chosen experts add up to one"),
-        constant("moe_tp_mode", 2, "experts are split over the ranks inside, not among them (0.9 and 0.10)"),
+        constant("moe_tp_mode", 2, "experts are split over the ranks inside, not among them (0.10)"),
     ),
     requirements=(
         Requirement(
@@ -51,5 +52,6 @@ FAMILY = Family(
         ),
     ),
     pipeline=True,
+    first_release="0.10.0.dev2024042300",
     head_size_since="0.10.0.dev2024043000",
 )

@@ -57,5 +57,5 @@ FAMILY = Family(
     ),
     pipeline=True,
     first_release="0.10.0.dev2024043000",
-    head_size_since="0.11.0.dev2024062500",
+    head_size_since="0.12.0.dev2024071600",
 )

@@ -8,18 +8,10 @@ from porting_kit.architectures.family import NORM_EPS_FIXED, Family, Requirement
 from porting_kit.architectures.fields import switch
 from porting_kit.architectures.fragments import TARGET, dense, plain_mlp, separate_qkv
 from porting_kit.architectures.operations import SkipRows
-from porting_kit.architectures.rules import Rule, embedding, norm, output_matrix, transform
+from porting_kit.architectures.rules import embedding, norm, only_when, output_matrix, transform
 
 SOURCE = "model.decoder.layers.{i}"
 MODEL = "tensorrt_llm/models/opt/model.py 0.11.0.dev2024062500"
-
-
-def final_norm() -> list[Rule]:
-    """Present only where the norms come before the sub-layers."""
-    return [
-        Rule(**{**rule.__dict__, "when": "do_layer_norm_before"})
-        for rule in norm("model.decoder.final_layer_norm", "transformer.ln_f", bias=True, pipeline="last")
-    ]
 
 
 FAMILY = Family(
@@ -40,7 +32,10 @@ FAMILY = Family(
         *plain_mlp(f"{SOURCE}.fc1", f"{SOURCE}.fc2", bias=True),
         *norm(f"{SOURCE}.self_attn_layer_norm", f"{TARGET}.input_layernorm", bias=True),
         *norm(f"{SOURCE}.final_layer_norm", f"{TARGET}.post_layernorm", bias=True),
-        *final_norm(),
+        *only_when(
+            norm("model.decoder.final_layer_norm", "transformer.ln_f", bias=True, pipeline="last"),
+            "do_layer_norm_before",
+        ),
         output_matrix("lm_head.weight", tied_from="model.decoder.embed_tokens.weight"),
     ),
     position="learned_absolute",

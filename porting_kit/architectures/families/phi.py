@@ -1,7 +1,8 @@
 """Phi-1, 1.5 and 2: one norm before attention and MLP in parallel, partial rotary, a bias on the output.
 
 Sources: tensorrt_llm/models/phi/{model,convert}.py, 0.9.0.dev2024022700 to 0.13.0.dev2024090300. 0.9 and 0.10 read
-`partial_rotary_factor`, later releases `rotary_pct`; both are written.
+`partial_rotary_factor`, later releases `rotary_pct`; both are written. Until 0.13.0.dev2024081300 the class reads the
+first rank's file everywhere and splits it itself (models/modeling_utils.py, WEIGHT_LOADER_MODELS).
 """
 
 from porting_kit.architectures.family import NORM_EPS_FIXED, Family, Requirement
@@ -43,4 +44,5 @@ FAMILY = Family(
         Requirement("@rope_scaling", (None,), None, "the class takes no rotary scaling", MODEL),
     ),
     differences=(NORM_EPS_FIXED,),
+    ranks_since="0.13.0.dev2024081300",
 )

@@ -5,7 +5,7 @@ are swapped: the source keeps [gate; up], TensorRT-LLM's fused activation wants 
 """
 
 from porting_kit.architectures.family import Difference, Family, Requirement
-from porting_kit.architectures.fields import ROPE_FIELDS, constant
+from porting_kit.architectures.fields import attribute, constant, key
 from porting_kit.architectures.fragments import LAYER, TARGET, dense, fused_qkv, recomputed_frequencies
 from porting_kit.architectures.operations import ReorderBlocks
 from porting_kit.architectures.rules import GATED, ROW, embedding, norm, output_matrix, rename, transform
@@ -47,7 +47,10 @@ FAMILY = Family(
     defaults={"norm_eps": 1e-5, "activation": "silu", "tied": False},
     derive=derive_positions,
     fields=(
-        *ROPE_FIELDS,
+        attribute("rotary_base", "rope_base"),
+        attribute("longrope_scaling_short_factors", "rope_scaling.short_factor", optional=True),
+        attribute("longrope_scaling_long_factors", "rope_scaling.long_factor", optional=True),
+        key("original_max_position_embeddings", default=None, optional=True),
         constant("hidden_act", "swiglu", "the MLP is fused: the class wants the gated name of silu"),
     ),
     requirements=(
@@ -62,6 +65,5 @@ FAMILY = Family(
             releases="< 0.12",
         ),
     ),
-    handled_keys=("original_max_position_embeddings", "sliding_window"),
     first_release="0.10.0.dev2024050700",
 )

@@ -1,12 +1,11 @@
 """Qwen 1.5, 2 and 2.5: LLaMA's layout with biases on queries, keys and values and none on the output projection.
 
-Sources: tensorrt_llm/models/qwen/{model,config,convert}.py, 0.10.0.dev2024043000 to 0.16.0.dev2024121000. The
-architecture is written as QWenForCausalLM, the one name that every release's MODEL_MAP holds (Qwen2ForCausalLM came
-with 0.12.0.dev2024072300); `qwen_type` chooses the layout.
+Sources: tensorrt_llm/models/qwen/{model,config,convert}.py, 0.10.0.dev2024043000 to 0.16.0.dev2024121000. Releases
+before 0.12.0.dev2024072300 know the class as QWenForCausalLM; `qwen_type` chooses the layout.
 """
 
 from porting_kit.architectures.family import Family, Requirement
-from porting_kit.architectures.fields import ROPE_FIELDS, constant
+from porting_kit.architectures.fields import ROPE_FIELDS, constant, key
 from porting_kit.architectures.fragments import LAYER, TARGET, dense, gated_mlp, recomputed_frequencies, separate_qkv
 from porting_kit.architectures.rules import embedding, norm, output_matrix
 
@@ -15,13 +14,15 @@ QWEN_FIELDS = (
     *ROPE_FIELDS,
     constant("attn_bias", True, "queries, keys and values have biases"),
     constant("mlp_bias", False, "the MLP has none"),
+    key("seq_length", default=8192, note="read with use_logn_attn only"),
+    key("use_logn_attn", default=False),
 )
 NO_WINDOW = Requirement("use_sliding_window", (False,), False, "the class has no per-layer sliding window", MODEL)
 
 FAMILY = Family(
     name="qwen2",
     model_types=("qwen2",),
-    architectures={"Qwen2ForCausalLM": "QWenForCausalLM"},
+    architectures={"Qwen2ForCausalLM": "Qwen2ForCausalLM"},
     model_folder="qwen",
     rules=(
         embedding("model.embed_tokens.weight"),
@@ -50,4 +51,5 @@ FAMILY = Family(
     pipeline=True,
     first_release="0.9.0.dev2024031900",
     head_size_since="0.11.0.dev2024060400",
+    renamed=("0.12.0.dev2024072300", "QWenForCausalLM"),
 )

@@ -56,5 +56,6 @@ FAMILY = Family(
         ),
     ),
     pipeline=True,
+    head_size_since="0.12.0.dev2024071600",
     first_release="0.9.0.dev2024031900",
 )
