@@ -14,6 +14,9 @@ from porting_kit.outcomes import Verdict
 ERROR_FACTOR = 10.0
 """Logit errors up to this many times the measured noise pass: kernels round at other points than Hugging Face does."""
 
+GREEDY, REPEAT = "greedy", "repeat"
+"""Names of the run without a tree and of the main run made once more."""
+
 HEAD_AGREEMENT = 0.9
 """Share of steps that must accept what the heads predict; ranks of nearly equal candidates may swap."""
 
@@ -93,7 +96,7 @@ def compare_all(runs: Sequence[DecodeRun], main: DecodeRun, judged: Mapping[str,
     kinds: dict[str, list[DecodeRun]] = {"medusa equals greedy": [], "batches": [], "repeat": []}
     for run in runs:
         if run.name != main.name:
-            kind = "repeat" if run.name == "repeat" else ("medusa equals greedy" if run.name == "greedy" else "batches")
+            kind = {GREEDY: "medusa equals greedy", REPEAT: "repeat"}.get(run.name, "batches")
             kinds[kind].append(run)
     gates = []
     for kind, others in kinds.items():

@@ -96,9 +96,9 @@ def judge_texts(
         origins: parallel to `emitted`.
     """
     cut = [_cut_at_end(row, end_ids) for row in emitted]
-    texts = [
-        [*_plain(prompt), *row[:-1]] if row else list(_plain(prompt)) for prompt, row in zip(prompts, cut, strict=True)
-    ]
+    # An id outside the vocabulary cannot be fed back; token 0 stands in for it in the history.
+    histories = [[token if 0 <= token < oracle.vocab_size else 0 for token in row[:-1]] for row in cut]
+    texts = [[*_plain(prompt), *history] for prompt, history in zip(prompts, histories, strict=True)]
     all_logits = oracle.logits(texts)
     judged = []
     for index, (prompt, row, logits) in enumerate(zip(prompts, cut, all_logits, strict=True)):

@@ -12,6 +12,8 @@ from porting_kit.alignment.activations import check_activations
 from porting_kit.alignment.comparison import DecodeRun, run_decoding
 from porting_kit.alignment.fit import FIT_BOUNDS, ContextOracle, measure_fit
 from porting_kit.alignment.gates import (
+    GREEDY,
+    REPEAT,
     compare_all,
     decide_verdict,
     judge_fit,
@@ -84,7 +86,7 @@ def align_port_outputs(
     end_ids = reference.settings.end_ids
     check_activations(reference, prompts, model.dtype)
     runs = _run_everything(model, tree, prompts, end_ids, options)
-    main = runs[1] if tree is not None else runs[0]
+    main = runs[0]
     texts = [[*prompt, *row] for prompt, row in zip(prompts, main.tokens, strict=True)]
     inherent = measure_inherent(reference, options.differences, texts)
     with matched_to_library(reference, options.differences):
@@ -189,19 +191,24 @@ def align_captured_outputs(
 def _run_everything(
     model: Any, tree: MedusaTree | None, prompts: list[list[int]], end_ids: Sequence[int], options: AlignmentOptions
 ) -> list[DecodeRun]:
-    """Greedy first, then the main Medusa run (the largest batch, logits kept), the other batch sizes, and a repeat."""
-    new_tokens, largest = options.new_tokens, len(prompts)
-    sizes = sorted({min(size, largest) for size in options.batch_sizes or (1, 2, largest)}, reverse=True)
-    keep = tree is None
-    greedy = run_decoding(model, None, prompts, new_tokens, end_ids, sizes[0], name="greedy", keep_logits=keep)
-    runs = [greedy]
-    name = "medusa" if tree is not None else "greedy"
-    for size in sizes:
-        if tree is not None or size != sizes[0]:
-            keep = size == sizes[0]
-            label = f"{name} batch {size}"
-            runs.append(run_decoding(model, tree, prompts, new_tokens, end_ids, size, name=label, keep_logits=keep))
-    runs.append(run_decoding(model, tree, prompts, new_tokens, end_ids, sizes[0], name="repeat"))
+    """The main run first (smallest batch, logits kept), plain greedy, the other batch sizes, the main run again.
+
+    The smallest batch is the main one, so that a fault of batching shows in its own gate.
+    """
+    largest = len(prompts)
+    sizes = sorted({min(size, largest) for size in options.batch_sizes or (1, 2, largest)})
+    kind = "greedy" if tree is None else "medusa"
+
+    def run(name: str, run_tree: MedusaTree | None, size: int, keep_logits: bool = False) -> DecodeRun:
+        return run_decoding(
+            model, run_tree, prompts, options.new_tokens, end_ids, size, name=name, keep_logits=keep_logits
+        )
+
+    runs = [run(f"{kind} batch {sizes[0]}", tree, sizes[0], keep_logits=True)]
+    if tree is not None:
+        runs.append(run(GREEDY, None, sizes[-1]))
+    runs += [run(f"{kind} batch {size}", tree, size) for size in sizes[1:]]
+    runs.append(run(REPEAT, tree, sizes[0]))
     return runs
 
 

@@ -16,7 +16,7 @@ from porting_kit.errors import PortFileError, suggest_nearest
 _PLANTS: dict[str, Callable[[PortState], PortState]] = {
     "projection_nudged": weights.nudge_projection,
     "rows_of_first_request": lambda state: state.with_wrapper(runtime.use_rows_of_first_request),
-    "stale_logits": lambda state: state.with_wrapper(runtime.keep_stale_logits),
+    "stale_logits": lambda state: state.with_wrapper(runtime.StaleModel),
 }
 """Faults that exist for a control only: no port has them, so the diagnosis does not try them."""
 

@@ -22,7 +22,6 @@ class FaultyModel:
         mask: changes the bool [N, N] tree mask.
         rows: changes int64 [B, A] rows before the cache keeps them.
         medusa: changes [M, ...] Medusa logits.
-        logits: changes decode's [B, N, Vp] logits; given the model's call counter as well.
     """
 
     def __init__(
@@ -33,12 +32,10 @@ class FaultyModel:
         mask: Callable[[torch.Tensor], torch.Tensor] | None = None,
         rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
         medusa: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        logits: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
     ) -> None:
         self._model = model
         self._offsets, self._mask, self._rows = offsets, mask, rows
-        self._medusa, self._logits = medusa, logits
-        self.prefills = 0
+        self._medusa = medusa
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -53,7 +50,6 @@ class FaultyModel:
 
     def prefill(self, *args: Any, **kwargs: Any) -> Any:
         """Context phase."""
-        self.prefills += 1
         return self._spoil_heads(self._model.prefill(*args, **kwargs))
 
     def decode(
@@ -70,8 +66,6 @@ class FaultyModel:
         if packed_mask is not None and self._mask is not None:
             packed_mask = pack_mask(self._mask(unpack_mask(packed_mask, tokens.shape[1])))
         output = self._model.decode(tokens, cache, position_offsets=position_offsets, packed_mask=packed_mask)
-        if self._logits is not None:
-            output.logits = self._logits(output.logits, self.prefills)
         return self._spoil_heads(output)
 
     def _spoil_heads(self, output: Any) -> Any:
@@ -125,10 +119,30 @@ def use_rows_of_first_request(model: Any) -> FaultyModel:
     return FaultyModel(model, rows=share)
 
 
-def keep_stale_logits(model: Any) -> FaultyModel:
-    """From the second run on, the logits are those of a buffer that was not cleared: one position behind."""
+class StaleModel(FaultyModel):
+    """Right the first time; when the same prompts are decoded again with a tree, logits come from a buffer that was
+    not cleared."""
 
-    def stale(logits: torch.Tensor, prefills: int) -> torch.Tensor:
-        return logits if prefills <= 1 else logits.roll(1, dims=-1)
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._prompts: tuple[tuple[int, ...], ...] = ()
+        self._started = False
+        self._seen: set[tuple[tuple[int, ...], ...]] = set()
+        self._stale = False
 
-    return FaultyModel(model, logits=stale)
+    def prefill(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        """Context phase."""
+        self._prompts = tuple(tuple(torch.as_tensor(prompt).tolist()) for prompt in prompts)
+        self._started = False
+        return super().prefill(prompts, *args, **kwargs)
+
+    def decode(self, tokens: torch.Tensor, cache: Any, **tree: Any) -> Any:
+        """Generation phase."""
+        if tree.get("packed_mask") is not None and not self._started:
+            self._started = True
+            self._stale = self._prompts in self._seen
+            self._seen.add(self._prompts)
+        output = super().decode(tokens, cache, **tree)
+        if self._started and self._stale:
+            output.logits = output.logits.roll(1, dims=-1)
+        return output

@@ -177,7 +177,9 @@ def _decode(
     started = time.perf_counter()
     prompts = _checked_prompts(prompts, chooser.longest, getattr(model, "device", None))
     vocab_size = model.config["vocab_size"]
-    cache = model.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + chooser.longest + tree.num_nodes)
+    longest = max(len(prompt) for prompt in prompts) + chooser.longest
+    # A last step may confirm more than was wanted, and an idle request still takes part in the steps of the others.
+    cache = model.new_cache(len(prompts), longest + tree.depth + tree.num_nodes)
     log = StepLog(len(prompts), tree.depth + 1, vocab_size, keep_margins=keep_margins, keep_logits=keep_logits)
 
     output = model.prefill(prompts, cache)
