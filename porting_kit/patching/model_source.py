@@ -26,6 +26,7 @@ from .flow import (
     passes,
     trace_flow,
 )
+from .learned_positions import plan_position_edits
 from .structure import Call, ModelFile, read_model_file
 
 PatchStatus = Literal["patched", "already_accepts", "refused"]
@@ -80,16 +81,15 @@ def patch_model_source(source: str, *, spec_arguments: tuple[str, ...], file: st
     if reason is not None:
         return PatchOutcome("refused", source, reason=reason, **names)
     _require_anchors(model, flow, file)
-    notes = _note_learned_positions(model, flow)
-    if not drops:
+    edits, insertions, notes = plan_position_edits(model, flow, spec_arguments)
+    if drops:
+        for carrier in flow.carriers:
+            _edit_carrier(model, carrier, spec_arguments, file, edits, insertions)
+    if not edits:
         return PatchOutcome("already_accepts", source, notes=notes, **names)
-
-    edits: list[Edit] = []
-    insertions: list[Insertion] = []
-    for carrier in flow.carriers:
-        _edit_carrier(model, carrier, spec_arguments, file, edits, insertions)
     patched = apply_insertions(source, insertions)
     _require_complete(patched, spec_arguments, file)
+    edits.sort(key=lambda edit: edit.line)
     return PatchOutcome("patched", patched, edits=tuple(edits), notes=notes, **names)
 
 
@@ -233,21 +233,6 @@ def _require_complete(patched: str, spec_arguments: tuple[str, ...], file: str) 
             items=left,
             next_step="report this file's shape; the patch was not written",
         )
-
-
-def _note_learned_positions(model: ModelFile, flow: Flow) -> tuple[str, ...]:
-    """Models that look positions up in a table: the runtime feeds one position id per request, not one per node."""
-    notes = []
-    for name in flow.models:
-        owner = model.classes[name]
-        for attribute, built in owner.built.items():
-            if "position" in attribute and any("Embedding" in names for names in built):
-                notes.append(
-                    f"{name}.{attribute} looks learned positions up by position_ids, of which both runtimes feed one "
-                    "per request in the generation phase: with learned_absolute positions the nodes of a tree get "
-                    "wrong positions although the arguments reach attention"
-                )
-    return tuple(notes)
 
 
 def _all_words(calls: tuple[Call, ...]) -> list[str]:

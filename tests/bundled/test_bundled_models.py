@@ -16,10 +16,6 @@ from tests.bundled.toy_models import MAKERS, E, V, make_toy_model
 M = 2
 # Float32 sums in another order; logits are of order 10.
 TOLERANCE = 1e-4
-# A root, two children, a child of the first: each row's bits name the nodes it sees, itself included.
-TREE_PATHS = ((0,), (0, 1), (0, 2), (0, 1, 3))
-POSITION_OFFSETS = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
-PACKED_MASK = torch.tensor([[0b0001], [0b0011], [0b0101], [0b1011]], dtype=torch.int32)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,11 @@ from transformers import (
 
 E, L, H, K, D, V, F = 32, 2, 4, 2, 8, 61, 48
 
+# A root, two children, a child of the first: each row's bits name the nodes it sees, itself included.
+TREE_PATHS = ((0,), (0, 1), (0, 2), (0, 1, 3))
+POSITION_OFFSETS = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
+PACKED_MASK = torch.tensor([[0b0001], [0b0011], [0b0101], [0b1011]], dtype=torch.int32)
+
 
 @dataclass(frozen=True)
 class ToyModel:

@@ -22,10 +22,12 @@ class TableModel(Module):
                                             config.hidden_size)
         self.layers = DecoderLayerList(TableDecoderLayer, config)
 
-    def forward(self, input_ids, position_ids=None, use_cache=False):
+    def forward(self, input_ids, position_ids=None, use_cache=False,
+                attention_params=None):
         hidden_states = self.vocab_embedding(input_ids)
         hidden_states = hidden_states + self.position_embedding(position_ids)
-        return self.layers(hidden_states, use_cache=use_cache)
+        return self.layers(hidden_states, use_cache=use_cache,
+                           attention_params=attention_params)
 
 
 class TableForCausalLM(DecoderModelForCausalLM):
