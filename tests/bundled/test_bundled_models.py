@@ -11,7 +11,7 @@ import torch
 from porting_kit.emulator import open_emulator
 from porting_kit.patching import build_medusa_module
 from porting_kit.source_tree import BUNDLED_ROOT, open_source_tree
-from tests.bundled.toy_models import MAKERS, E, V, make_toy_model
+from tests.bundled.toy_models import MAKERS, PACKED_MASK, POSITION_OFFSETS, TREE_PATHS, E, V, make_toy_model
 
 M = 2
 # Float32 sums in another order; logits are of order 10.
