@@ -6,7 +6,8 @@ heads, R residual layers per head.
 
 from porting_kit.conversion.convert import ConversionOutcome, checkpoint_tensors, convert_checkpoint
 from porting_kit.conversion.heads import HeadSet, read_head_set
-from porting_kit.conversion.plan import ConversionPlan, plan_conversion
+from porting_kit.conversion.plan import plan_conversion
+from porting_kit.conversion.planned import ConversionPlan
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
 
 __all__ = [

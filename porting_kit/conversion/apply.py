@@ -13,7 +13,7 @@ import torch
 from porting_kit.architectures import operations as ops
 from porting_kit.architectures.names import Dims, Shape, evaluate_dim
 from porting_kit.architectures.operations import ONE_INPUT, Operation
-from porting_kit.conversion.plan import Piece, PlannedTensor
+from porting_kit.conversion.planned import Piece, PlannedTensor
 from porting_kit.errors import ConversionError
 
 Scalars = Mapping[str, float]

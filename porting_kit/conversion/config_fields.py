@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from porting_kit.architectures.base_config import lookup
+from porting_kit.architectures.config_reader import lookup
 from porting_kit.architectures.fields import REQUIRED, Field
 from porting_kit.errors import BaseModelError
 

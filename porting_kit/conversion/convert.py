@@ -9,77 +9,21 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from porting_kit.architectures.base_config import BaseConfig, read_base_config
 from porting_kit.conversion.checkpoint import RankFile, write_config
-from porting_kit.conversion.config_fields import FieldRow, build_config
+from porting_kit.conversion.config_fields import build_config
 from porting_kit.conversion.heads import HeadSet, read_head_set
-from porting_kit.conversion.plan import ConversionPlan, PlannedTensor, plan_conversion, plan_scalars, read_source
+from porting_kit.conversion.plan import plan_conversion
+from porting_kit.conversion.planned import ConversionPlan, PlannedTensor, plan_scalars, read_source
+from porting_kit.conversion.receipt import ConversionOutcome, describe_target, list_source_fates
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
 from porting_kit.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True)
-class SourceFate:
-    """What became of one source tensor: the targets it went into, or why it was dropped."""
-
-    name: str
-    file: str
-    targets: tuple[str, ...]
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class TargetOrigin:
-    """Where one target came from: sources, operations, and shape on each rank."""
-
-    name: str
-    origin: str
-    sources: tuple[str, ...]
-    operations: tuple[str, ...]
-    dtype: str
-    shapes: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class ConversionOutcome:
-    """What a conversion did.
-
-    Args:
-        config: the config.json written.
-        field_table: one row per config field, kept / derived / defaulted / dropped.
-        sources: every source tensor's fate.
-        targets: every target's origin.
-        files: files written, config.json last.
-        warnings: what the user should know.
-        verified: tensors proved by the way back, bit for bit or to one rounding (0 when not asked for).
-        seconds: wall time.
-    """
-
-    config: dict[str, Any]
-    field_table: tuple[FieldRow, ...]
-    sources: tuple[SourceFate, ...]
-    targets: tuple[TargetOrigin, ...]
-    files: tuple[Path, ...]
-    warnings: tuple[str, ...]
-    verified: int
-    seconds: float
-
-    def receipt(self) -> dict[str, Any]:
-        """JSON-ready account of both sides."""
-        return {
-            "sources": [asdict(fate) for fate in self.sources],
-            "targets": [asdict(origin) for origin in self.targets],
-            "fields": [asdict(row) for row in self.field_table],
-            "warnings": list(self.warnings),
-            "verified": self.verified,
-        }
 
 
 def convert_checkpoint(
@@ -142,8 +86,8 @@ def convert_checkpoint(
     return ConversionOutcome(
         config=config,
         field_table=table,
-        sources=_source_fates(plan, source, heads),
-        targets=tuple(_target_origin(planned) for planned in plan.tensors),
+        sources=list_source_fates(plan, source, heads),
+        targets=tuple(describe_target(planned) for planned in plan.tensors),
         files=(*(file.path for file in ranks), config_file),
         warnings=tuple(_plan_warnings(plan, source, heads) + warnings),
         verified=verified,
@@ -284,41 +228,3 @@ def _plan_warnings(plan: ConversionPlan, source: TensorSource, heads: HeadSet | 
         if planned.origin == "tied":
             warnings.append(f"tied embeddings: {planned.target} is a copy of {planned.sources[0]}")
     return warnings
-
-
-def _source_fates(plan: ConversionPlan, source: TensorSource, heads: HeadSet | None) -> tuple[SourceFate, ...]:
-    targets: dict[str, list[str]] = {}
-    head_targets: dict[str, list[str]] = {}
-    for planned in plan.tensors:
-        for name in planned.sources:
-            if planned.origin == "heads" and heads is not None:
-                origin = heads.origins[name]
-                if origin is not None:
-                    head_targets.setdefault(origin, []).append(planned.target)
-            else:
-                targets.setdefault(name, []).append(planned.target)
-    fates = [
-        SourceFate(name, source.file(name).name, tuple(targets.get(name, ())), plan.dropped.get(name, ""))
-        for name in source.names()
-        if not (heads is not None and name in head_targets and heads.where == source.where)
-    ]
-    if heads is not None:
-        used = [SourceFate(n, heads.source.file(n).name, tuple(t)) for n, t in head_targets.items()]
-        unused = [
-            SourceFate(name, heads.source.file(name).name, (), "a head that is not used")
-            for name in heads.ignored_names
-            if heads.where != source.where
-        ]
-        fates += used + unused
-    return tuple(fates)
-
-
-def _target_origin(planned: PlannedTensor) -> TargetOrigin:
-    return TargetOrigin(
-        name=planned.target,
-        origin=planned.origin,
-        sources=planned.sources,
-        operations=tuple(type(operation).__name__ for operation in planned.operations),
-        dtype=planned.dtype,
-        shapes=tuple(piece.shape for piece in planned.pieces),
-    )

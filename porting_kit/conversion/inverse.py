@@ -15,7 +15,7 @@ import torch
 from porting_kit.architectures import operations as ops
 from porting_kit.architectures.operations import MOVING
 from porting_kit.conversion.apply import BACKWARD, apply_operations, invert_operations, join_pieces
-from porting_kit.conversion.plan import ConversionPlan, PlannedTensor, plan_scalars, read_source
+from porting_kit.conversion.planned import ConversionPlan, PlannedTensor, plan_scalars, read_source
 from porting_kit.conversion.tensor_source import TensorSource
 from porting_kit.conversion.weight_files import read_header
 from porting_kit.errors import CheckpointError, ConversionError

@@ -7,20 +7,17 @@ milliseconds and gives the exact size of every output file before one is opened.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from porting_kit.architectures.names import Dims, Shape, evaluate_dim
-from porting_kit.architectures.operations import Operation
 from porting_kit.architectures.rules import COLUMN, VOCABULARY, Rule, Shard
-from porting_kit.conversion.weight_files import ITEM_BYTES
+from porting_kit.conversion.planned import ConversionPlan, PlannedTensor
+from porting_kit.conversion.sharding import cut_pieces, locate_target
 from porting_kit.errors import ConversionError
 
 if TYPE_CHECKING:
-    import torch
-
     from porting_kit.architectures.base_config import BaseConfig
     from porting_kit.architectures.family import Family
     from porting_kit.conversion.heads import HeadSet
@@ -41,92 +38,6 @@ class SurplusTensors(ConversionError):
 
 class ShapeMismatch(ConversionError):
     """Tensors have other shapes than the config says."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One rank's part of a target.
-
-    Args:
-        rank: pipeline rank * tp_size + tensor-parallel rank.
-        name: name in that rank's file (layers are counted from 0 on every pipeline rank).
-        shape: shape of the part.
-        slices: [start, stop) ranges along the shard's dim, joined in order; empty for the whole tensor.
-        zero: the rank holds zeros (the values are on the first rank).
-    """
-
-    rank: int
-    name: str
-    shape: Shape
-    slices: tuple[tuple[int, int], ...] = ()
-    zero: bool = False
-
-
-@dataclass(frozen=True)
-class PlannedTensor:
-    """One target: which sources make it, how, and how ranks share it.
-
-    Args:
-        target: name, with the layer's number in the whole model.
-        sources: actual names in the source, in order; none for zeros.
-        origin: "base", "heads", "tied" (the embedding stands in), "copied" (the base's output matrix) or "zeros".
-        operations: applied to the sources.
-        group: how many sources belong together when a rule repeats over experts.
-        shape: shape of the whole target, vocabulary padding included.
-        padded_rows: rows of vocabulary padding at the end of dimension 0.
-        dtype: dtype in the checkpoint.
-    """
-
-    target: str
-    sources: tuple[str, ...]
-    origin: str
-    operations: tuple[Operation, ...]
-    group: int
-    shape: Shape
-    shard: Shard
-    dtype: str
-    pieces: tuple[Piece, ...]
-    padded_rows: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all ranks' parts together."""
-        return sum(math.prod(piece.shape) for piece in self.pieces) * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True)
-class ConversionPlan:
-    """All targets of one conversion and the fate of every source tensor.
-
-    Args:
-        tensors: in the order they are written.
-        dropped: source name -> reason.
-        names: canonical name (as rules spell it) -> name in the source.
-        dims: letters -> sizes, and `Vp` is `padded_vocab_size`.
-    """
-
-    base: BaseConfig
-    tensors: tuple[PlannedTensor, ...]
-    dropped: Mapping[str, str]
-    dims: Dims
-    padded_vocab_size: int
-    tp_size: int
-    pp_size: int
-    dtype: str
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.tp_size * self.pp_size
-
-    def rank_tensors(self, rank: int) -> dict[str, tuple[str, Shape]]:
-        """Name -> (dtype, shape) of everything in one rank's file."""
-        return {
-            piece.name: (tensor.dtype, piece.shape)
-            for tensor in self.tensors
-            for piece in tensor.pieces
-            if piece.rank == rank
-        }
 
 
 def plan_conversion(
@@ -175,49 +86,6 @@ def plan_conversion(
         pp_size=pp_size,
         dtype=dtype,
     )
-
-
-def plan_scalars(plan: ConversionPlan) -> Mapping[str, float]:
-    """Numbers of the config that `Scale` may name."""
-    values = {**plan.base.raw, **{name: getattr(plan.base, name) for name in ("q_scaling", "head_size")}}
-    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
-
-
-def read_source(planned: PlannedTensor, name: str, source: TensorSource, heads: HeadSet | None) -> torch.Tensor:
-    """One source tensor of a target, from the base or from the heads."""
-    return heads.read(name) if planned.origin == "heads" else source.read(name)
-
-
-def shard_slices(shard: Shard, size: int, dims: Dims, tp_size: int, tp_rank: int) -> tuple[tuple[int, int], ...]:
-    """The [start, stop) ranges along the shard's dim that one rank holds; empty when it holds everything.
-
-    A block of K heads on more than K ranks is repeated: rank r holds head r*K//tp_size
-    (tensorrt_llm/layers/attention.py 0.11.0.dev2024062500: kv heads per rank are rounded up).
-
-    Raises:
-        ValueError: a block does not divide by the ranks.
-    """
-    if shard.dim is None or tp_size == 1:
-        return ()
-    sizes = [evaluate_dim(block, dims) for block in shard.blocks] or [size]
-    heads = [evaluate_dim(head, dims) for head in shard.heads] or [0] * len(sizes)
-    if sum(sizes) != size:
-        raise ValueError(f"blocks of {sizes} do not make up {size}")
-    slices, start = [], 0
-    for block, count in zip(sizes, heads, strict=True):
-        if count and count < tp_size:
-            if tp_size % count:
-                raise ValueError(f"{count} heads neither divide by {tp_size} ranks nor the other way round")
-            unit = block // count
-            first = start + (tp_rank * count // tp_size) * unit
-            slices.append((first, first + unit))
-        else:
-            if (count or block) % tp_size:
-                raise ValueError(f"{count or block} does not divide by {tp_size} ranks")
-            part = block // tp_size
-            slices.append((start + tp_rank * part, start + (tp_rank + 1) * part))
-        start += block
-    return tuple(slices)
 
 
 def _check_request(base: BaseConfig, tp_size: int, pp_size: int, dtype: str) -> None:
@@ -389,19 +257,21 @@ class _Builder:
             for head in range(heads.num_heads):
                 target = f"medusa_heads.{head}.lm_head.weight"
                 copy = self._head(target, output.sources, "copied", shape, VOCABULARY)
-                planned.append(PlannedTensor(**{**copy.__dict__, "operations": output.operations}))
+                planned.append(replace(copy, operations=output.operations))
         return planned
 
     def _head(self, target: str, sources: tuple[str, ...], origin: str, shape: Shape, shard: Shard) -> PlannedTensor:
         shape, padded = self._pad(shard, shape)
-        pieces = self._pieces(target, None, "last", shape, shard)
+        stage, name = locate_target(target, None, "last", self.base.num_layers, self.pp_size)
+        pieces = cut_pieces(name, stage, shape, shard, self.dims, self.tp_size)
         return PlannedTensor(target, sources, origin, (), 1, shape, shard, self.dtype, pieces, padded)
 
     def _place(
         self, rule: Rule, numbers: Mapping[str, int], target: str, sources: tuple[str, ...], origin: str, shape: Shape
     ) -> PlannedTensor:
         shape, padded = self._pad(rule.shard, shape)
-        pieces = self._pieces(target, numbers.get("i"), rule.pipeline, shape, rule.shard)
+        stage, name = locate_target(target, numbers.get("i"), rule.pipeline, self.base.num_layers, self.pp_size)
+        pieces = cut_pieces(name, stage, shape, rule.shard, self.dims, self.tp_size)
         return PlannedTensor(
             target=target,
             sources=sources,
@@ -419,30 +289,6 @@ class _Builder:
         if not shard.vocabulary:
             return shape, 0
         return (self.padded_vocab_size, *shape[1:]), self.padded_vocab_size - shape[0]
-
-    def _pieces(self, target: str, layer: int | None, pipeline: str, shape: Shape, shard: Shard) -> tuple[Piece, ...]:
-        per_stage = self.base.num_layers // self.pp_size
-        if layer is None:
-            stage, name = (0 if pipeline == "first" else self.pp_size - 1), target
-        else:
-            stage, parts = layer // per_stage, target.split(".")
-            parts[parts.index(str(layer))] = str(layer % per_stage)
-            name = ".".join(parts)
-        pieces = []
-        for tp_rank in range(self.tp_size):
-            try:
-                size = shape[shard.dim] if shard.dim is not None else 0
-                slices = shard_slices(shard, size, self.dims, self.tp_size, tp_rank)
-            except ValueError as problem:
-                raise ConversionError(
-                    f"{target} cannot be split over {self.tp_size} ranks", found=problem, where=f"shape {list(shape)}"
-                ) from None
-            part = list(shape)
-            if slices:
-                part[shard.dim] = sum(stop - start for start, stop in slices)
-            zero = shard.first_rank_only and tp_rank > 0
-            pieces.append(Piece(stage * self.tp_size + tp_rank, name, tuple(part), slices, zero))
-        return tuple(pieces)
 
 
 def _shape(rule: Rule, dims: Dims) -> Shape:
