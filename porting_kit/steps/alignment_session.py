@@ -21,7 +21,8 @@ from porting_kit.alignment.result import AlignmentResult
 from porting_kit.alignment.run import AlignmentOptions, align_captured_outputs, align_port_outputs
 from porting_kit.architectures.base_config import BaseConfig, read_base_config
 from porting_kit.conversion.heads import HeadSet
-from porting_kit.conversion.plan import ConversionPlan, plan_conversion, plan_scalars
+from porting_kit.conversion.plan import plan_conversion
+from porting_kit.conversion.planned import ConversionPlan, plan_scalars
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
 from porting_kit.diagnosis import PortState, name_cause, read_port_state
 from porting_kit.emulator import EmulatedModel, open_emulator
