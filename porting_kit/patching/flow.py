@@ -270,14 +270,24 @@ class _Tracer:
         if (owner.name, name) in self.levels:
             return Step(call, self.levels[owner.name, name])
         for holder in [owner, *(self.classes[base] for base in owner.bases if base in self.classes)]:
-            for mentioned in holder.built.get(name, ()):
+            built = holder.built.get(name, ())
+            for mentioned in built:
                 if mentioned & self.attention:
-                    return Step(call, "attention")
+                    return None if self.is_other_kind(built, call) else Step(call, "attention")
                 is_list = by_list or any(each in LIST_CLASSES or self.is_list(each) for each in mentioned)
                 step = self.first_step(mentioned, call, is_list)
                 if step is not None:
                     return step
         return None
+
+    def is_other_kind(self, built: list[frozenset[str]], call: Call) -> bool:
+        """Whether a call is meant for what an attribute holds instead of attention in some layers.
+
+        Pruned models put a linear layer in the place of attention and call it with the hidden states alone
+        (models/nemotron_nas/model.py, 0.14.0.dev2024100800); attention itself cannot run without the cache's lengths.
+        """
+        mixed = any(not mentioned & self.attention for mentioned in built)
+        return mixed and not call.starred and not {"kv_cache_params", "attention_params"} & set(call.keywords)
 
     def follow_element(self, owner: ModelClass, call: Call) -> Step | None:
         """The step into the elements of a list class, which are named where the list is built."""

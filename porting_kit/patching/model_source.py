@@ -170,8 +170,8 @@ def _find_reason_to_refuse(model: ModelFile, flow: Flow) -> str | None:
                 )
     if flow.foreign_attention:
         return (
-            f"its attention class is {', '.join(flow.foreign_attention)}, not tensorrt_llm.layers.Attention, and takes "
-            "no speculative-decoding input"
+            f"its attention class is {', '.join(flow.foreign_attention)}, not tensorrt_llm.layers.Attention: its "
+            "kernels are not the ones that take a tree of draft tokens"
         )
     return None
 
