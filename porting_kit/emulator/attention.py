@@ -34,6 +34,8 @@ from porting_kit.emulator.tree_mask import (
 
 # Elements of one block of attention biases [H, rows, keys]: 32 Mi floats are 128 MiB.
 BIAS_BLOCK_ELEMENTS = 1 << 25
+# enable_gqa came with PyTorch 2.5.
+HAS_GROUPED_ATTENTION = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 5)
 
 
 def gpt_attention(*positional: Any, **arguments: Any) -> tuple[Tensor, Tensor | None]:
@@ -71,7 +73,7 @@ def gpt_attention(*positional: Any, **arguments: Any) -> tuple[Tensor, Tensor | 
 
 
 def store_rows(
-    step: AttentionStep, layer: torch.Tensor, slots: Sequence[int], starts: Sequence[int], rows: torch.Tensor
+    layer: torch.Tensor, slots: Sequence[int], starts: Sequence[int], keys: torch.Tensor, values: torch.Tensor
 ) -> None:
     """Write keys and values into the cache.
 
@@ -79,16 +81,20 @@ def store_rows(
         layer: [B, 2, K, capacity, D].
         slots: cache row of each request.
         starts: first token position to write of each request.
-        rows: [requests, S, 2, K, D].
+        keys, values: [requests, S, K, D].
     """
-    S = rows.shape[1]
-    first = slots[0]
-    rows = rows.permute(0, 2, 3, 1, 4)
-    if len(set(starts)) == 1 and list(slots) == list(range(first, first + len(slots))):
-        layer[first : first + len(slots), :, :, starts[0] : starts[0] + S] = rows
-        return
-    for index, (slot, start) in enumerate(zip(slots, starts, strict=True)):
-        layer[slot, :, :, start : start + S] = rows[index]
+    S = keys.shape[1]
+    for kind, rows in enumerate((keys.transpose(1, 2), values.transpose(1, 2))):
+        if len(set(starts)) == 1 and is_run(slots):
+            layer[slots[0] : slots[0] + len(slots), kind, :, starts[0] : starts[0] + S] = rows
+            continue
+        for index, (slot, start) in enumerate(zip(slots, starts, strict=True)):
+            layer[slot, kind, :, start : start + S] = rows[index]
+
+
+def is_run(slots: Sequence[int]) -> bool:
+    """Whether cache rows follow one another, so that a slice takes them all."""
+    return all(slot == slots[0] + index for index, slot in enumerate(slots))
 
 
 def attend_context(step: AttentionStep, setting: AttentionSetting, rotary: Any, qkv: torch.Tensor) -> torch.Tensor:
@@ -108,7 +114,7 @@ def attend_context(step: AttentionStep, setting: AttentionSetting, rotary: Any, 
     padded = pad_requests(step, query_key, lengths)
     values = pad_requests(step, qkv[:, H + K :], lengths)
     layer = step.cache.layer(setting.layer, K, setting.head_size, qkv.dtype)
-    store_rows(step, layer, step.context_slots, [0] * len(lengths), torch.stack((padded[:, :, H:], values), dim=2))
+    store_rows(layer, step.context_slots, [0] * len(lengths), padded[:, :, H:], values)
     query, key, value = (part.transpose(1, 2) for part in (padded[:, :, :H], padded[:, :, H:], values))
     output = attend_prompt(step, setting, query, key, value)
     return pack_requests(step, output.transpose(1, 2), lengths)
@@ -133,17 +139,13 @@ def attend_prompt(
             if setting.slopes is None:
                 return allowed
             distance = build_context_distance(last, first, last - first, device)
-            return build_bias(setting.slopes, distance, allowed, query.dtype)
+            # Four dimensions: PyTorch's fused attention on a CPU takes no mask of three.
+            return build_bias(setting.slopes, distance, allowed, query.dtype).unsqueeze(0)
 
-        key_of_mask = ("context mask", first, last, window, setting.slopes is None, find_slopes_key(setting))
+        key_of_mask = ("context mask", first, last, window, setting.slopes_key)
         mask = step.remember(key_of_mask, setting.slopes, make) if rows == S else make()
         blocks.append(attend(query[:, :, first:last], key[:, :, :last], value[:, :, :last], setting, mask=mask))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
-
-
-def find_slopes_key(setting: AttentionSetting) -> Any:
-    """Equal for layers with equal slopes: every layer owns a copy of the same numbers."""
-    return None if setting.slopes is None else (setting.slopes.dtype, tuple(setting.slopes.tolist()))
 
 
 def build_bias(
@@ -195,10 +197,9 @@ def attend_generation(
     padded = pad_requests(step, query_key, lengths)
     values = pad_requests(step, qkv[:, H + K :], lengths)
     layer = step.cache.layer(setting.layer, K, setting.head_size, qkv.dtype)
-    store_rows(step, layer, step.generation_slots, pasts, torch.stack((padded[:, :, H:], values), dim=2))
     slots = list(step.generation_slots)
-    is_run = slots == list(range(slots[0], slots[0] + len(slots)))
-    cached = layer[slots[0] : slots[0] + len(slots)] if is_run else layer[slots]
+    store_rows(layer, slots, pasts, padded[:, :, H:], values)
+    cached = layer[slots[0] : slots[0] + len(slots)] if is_run(slots) else layer[slots]
     mask = find_generation_bias(step, setting, tree, positions, end, qkv.dtype)
     output = attend(padded[:, :, :H].transpose(1, 2), cached[:, 0, :, :end], cached[:, 1, :, :end], setting, mask=mask)
     return pack_requests(step, output.transpose(1, 2), lengths)
@@ -228,13 +229,8 @@ def find_generation_bias(
             return None if allowed is None else allowed.unsqueeze(1)
         return build_bias(slopes, key_positions.unsqueeze(1) - positions.unsqueeze(2), allowed, dtype)
 
-    key = (
-        "generation mask",
-        id(tree),
-        id(positions),
-        setting.window,
-        None if slopes is None else find_slopes_key(setting),
-    )
+    slopes_key = None if slopes is None else setting.slopes_key
+    key = ("generation mask", id(tree), id(positions), setting.window, slopes_key)
     return step.remember(key, (tree, positions), make)
 
 
@@ -259,12 +255,39 @@ def attend(
         mask = mask.float() if mask is not None and mask.dtype is not torch.bool else mask
     if mask is not None and mask.dtype is not torch.bool and mask.dtype is not dtype:
         query, key, value = query.to(mask.dtype), key.to(mask.dtype), value.to(mask.dtype)
-    if H != K:
-        key, value = repeat_heads(key, H // K), repeat_heads(value, H // K)
-    output = torch_functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=is_causal, scale=setting.scale
-    )
+    if H == K:
+        output = torch_functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=setting.scale
+        )
+    elif is_causal:
+        output = attend_prompt_groups(query, key, value, setting.scale)
+    else:
+        output = attend_groups(query, key, value, mask, setting.scale)
     return output.to(dtype)
+
+
+def attend_groups(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Grouped attention of few queries: a group's heads become rows of one head, so that no key is copied."""
+    B, H, N, D = query.shape
+    K = key.shape[1]
+    if mask is not None:
+        mask = mask.expand(B, H, N, mask.shape[-1]).reshape(B, K, H // K * N, mask.shape[-1])
+    rows = query.reshape(B, K, H // K * N, D)
+    output = torch_functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+    return output.view(B, H, N, D)
+
+
+def attend_prompt_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Grouped causal attention of a whole prompt."""
+    if HAS_GROUPED_ATTENTION:
+        return torch_functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=True
+        )
+    times = query.shape[1] // key.shape[1]
+    key, value = repeat_heads(key, times), repeat_heads(value, times)
+    return torch_functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
 
 
 def repeat_heads(tensor: torch.Tensor, times: int) -> torch.Tensor:

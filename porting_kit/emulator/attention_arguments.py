@@ -58,6 +58,7 @@ class AttentionSetting:
         softcap: bound of tanh on the logits, 0 for none.
         slopes: ALiBi slopes, float [H], None without ALiBi.
         window: tokens a query may see, itself included; None for all.
+        slopes_key: equal for layers with equal slopes (every layer owns a copy of the same numbers).
     """
 
     layer: int
@@ -68,6 +69,7 @@ class AttentionSetting:
     softcap: float
     slopes: torch.Tensor | None
     window: int | None
+    slopes_key: tuple | None = None
 
 
 def read_attention_setting(step: AttentionStep, arguments: dict[str, Any]) -> AttentionSetting:
@@ -83,8 +85,8 @@ def read_attention_setting(step: AttentionStep, arguments: dict[str, Any]) -> At
         raise_not_emulated(f"functional.gpt_attention(mask_type={mask.name})")
     if arguments.get("qkv_bias") is not None:
         arguments["qkv"] = arguments["qkv"] + arguments["qkv_bias"]
-    slopes = arguments.get("alibi_slopes")
     kind = arguments["position_embedding_type"].name
+    slopes = arguments.get("alibi_slopes") if kind.startswith("alibi") else None
     D = int(arguments["hidden_size_per_head"])
     # Before 0.9 layers do not tell their index; a step calls them in order.
     layer = int(arguments["layer_idx"]) if "layer_idx" in arguments else step.count_layer()
@@ -96,9 +98,18 @@ def read_attention_setting(step: AttentionStep, arguments: dict[str, Any]) -> At
         head_size=D,
         scale=1.0 / (math.sqrt(D) * float(arguments["q_scaling"])),
         softcap=float(softcap),
-        slopes=slopes.data.reshape(-1) if slopes is not None and kind.startswith("alibi") else None,
+        slopes=None if slopes is None else slopes.data.reshape(-1),
         window=step.cache.window(layer),
+        slopes_key=None if slopes is None else find_slopes_key(slopes),
     )
+
+
+def find_slopes_key(slopes: Any) -> tuple:
+    """The slopes' values, read once for each Tensor that holds them (a read would stall a GPU at every layer)."""
+    key = getattr(slopes, "values_key", None)
+    if key is None:
+        key = slopes.values_key = (slopes.data.dtype, tuple(slopes.data.reshape(-1).tolist()))
+    return key
 
 
 def is_neutral(name: str, value: Any) -> bool:
