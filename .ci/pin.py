@@ -1,9 +1,10 @@
 """Rewrite `.ci/constraints.txt`: what pip resolves for every supported Python, merged into one file with markers.
 
-    python3 .ci/pin.py python3.10 python3.11 python3.12
+    python3 .ci/pin.py python3.10 python3.11 python3.12        (itself it needs Python 3.11)
 
-Each interpreter resolves the project with the extras that `make` installs; nothing is installed. Only versions are
-kept: no hashes, no addresses, no local build suffix, so that the same file serves a CPU and a CUDA build of torch.
+Each interpreter resolves the project with the extras that `make` installs; nothing is installed. It does so as the
+first patch release of its line (3.11.0 for 3.11.7): some packages need a later one than distributions ship.
+Only versions are kept: no hashes, no addresses, no local build suffix, so that one file serves CPU and CUDA torch.
 Versions that should not float with the day of the run are named in DIRECT_PINS.
 """
 
@@ -13,6 +14,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,14 +35,18 @@ HEADER = """\
 
 def resolve_versions(interpreter: str) -> tuple[str, dict[str, str]]:
     """The interpreter's version ("3.11") and what pip would install with it: package name -> version."""
+    import tomllib  # Python 3.11
+
     short = "import sys; print('%d.%d' % sys.version_info[:2])"
     python_version = subprocess.run(
         [interpreter, "-c", short], check=True, capture_output=True, text=True
     ).stdout.strip()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [line for extra in EXTRAS.split(",") for line in project["optional-dependencies"][extra]]
     command = [interpreter, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
-    report = subprocess.run(
-        [*command, *DIRECT_PINS, f"{ROOT}[{EXTRAS}]"], check=True, stdout=subprocess.PIPE, text=True
-    )
+    command += ["--python-version", f"{python_version}.0", "--only-binary", ":all:", "--target", tempfile.gettempdir()]
+    command += [*DIRECT_PINS, *project["dependencies"], *extras]
+    report = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found = {}
     for item in json.loads(report.stdout)["install"]:
         name = re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower()

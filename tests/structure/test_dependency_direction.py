@@ -1,4 +1,7 @@
-"""Imports inside the package point one way, also those inside functions; heavy packages have one importer each."""
+"""Imports inside the package point one way, also those inside functions; heavy packages have one importer each.
+
+Modules that import each other at the top are found as well: whether they load depends on which comes first.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +53,12 @@ EDGES = {"tensorrt_llm": ("engine",), "tensorrt": ("engine",), "flashinfer": ("e
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement's target, seen from one module."""
+    """One import statement's target, seen from one module. Deferred: in a function, or for type checkers only."""
 
     file: str
     line: int
     target: str
-    inside_function: bool
+    deferred: bool
 
 
 def read_imports(file: Path, root: Path) -> Iterator[Import]:
@@ -63,9 +66,10 @@ def read_imports(file: Path, root: Path) -> Iterator[Import]:
     relative = file.relative_to(root)
     package = list(relative.with_suffix("").parts[:-1])
 
-    def walk(node: ast.AST, inside_function: bool) -> Iterator[Import]:
+    def walk(node: ast.AST, deferred: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
-            inner = inside_function or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            inner = deferred or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            inner = inner or (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"))
             targets: list[str] = []
             if isinstance(child, ast.Import):
                 targets = [alias.name for alias in child.names]
@@ -102,7 +106,7 @@ def find_wrong_imports(root: Path, exceptions: Iterable[tuple[str, str]] = ()) -
         for found in read_imports(file, root):
             where = f"{found.file}:{found.line}"
             names = found.target.split(".")
-            if names[0] in EDGES and (component not in EDGES[names[0]] or not found.inside_function):
+            if names[0] in EDGES and (component not in EDGES[names[0]] or not found.deferred):
                 problems.append(f"{where}: {names[0]} is imported here, or not inside a function")
             if names[0] != package or len(names) < 2 or names[1] == component:
                 continue
@@ -111,11 +115,40 @@ def find_wrong_imports(root: Path, exceptions: Iterable[tuple[str, str]] = ()) -
                 continue  # a name of the package's own __init__, or a component that is reported by itself
             allowed = NEIGHBOURS.get(component)
             if other > own or (other == own and allowed is not None and names[1] not in allowed):
-                if (found.file, names[1]) in exceptions and found.inside_function:
+                if (found.file, names[1]) in exceptions and found.deferred:
                     unused.discard((found.file, names[1]))
                 else:
                     problems.append(f"{where}: {component} imports {names[1]}")
     return problems + [f"{file}: no longer imports {name}, the exception can go" for file, name in sorted(unused)]
+
+
+def find_cycles(root: Path, package: str = "porting_kit") -> list[str]:
+    """Modules that reach themselves through imports at the top of modules, one line for each way round."""
+    modules = {}
+    for file in (root / package).rglob("*.py"):
+        parts = file.relative_to(root).with_suffix("").parts
+        if parts[1:3] != ("bundled", "tree"):
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    imports = {}
+    for name, file in modules.items():
+        targets = [found.target for found in read_imports(file, root) if not found.deferred]
+        # `from package.module import name`: the module is what is loaded, unless the name is a module itself.
+        loaded = [target if target in modules else target.rpartition(".")[0] for target in targets]
+        imports[name] = sorted({target for target in loaded if target in modules and target != name})
+    cycles: list[str] = []
+    done: set[str] = set()
+
+    def follow(name: str, path: list[str]) -> None:
+        if name in path:
+            cycles.append(" -> ".join([*path[path.index(name) :], name]))
+        elif name not in done:
+            for target in imports[name]:
+                follow(target, [*path, name])
+            done.add(name)
+
+    for name in sorted(modules):
+        follow(name, [])
+    return cycles
 
 
 def test_imports_point_one_way(root):
@@ -188,3 +221,35 @@ def test_an_exception_holds_inside_a_function_and_only_while_it_is_needed(tmp_pa
     problems = find_wrong_imports(tmp_path, [("porting_kit/steps/report.py", "display")])
     found = [line.removeprefix("porting_kit/") for line in problems]
     assert found[:1] == ([problem] if problem else [])
+
+
+def write_modules(root: Path, **modules: str) -> None:
+    (root / "porting_kit" / "medusa").mkdir(parents=True)
+    (root / "porting_kit" / "medusa" / "__init__.py").write_text("from porting_kit.medusa.tree import Tree\n")
+    for name, source in modules.items():
+        (root / "porting_kit" / "medusa" / f"{name}.py").write_text(source)
+
+
+def test_no_modules_import_each_other(root):
+    problems = find_cycles(root)
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        {"tree": "from porting_kit.medusa import choices\n", "choices": "from porting_kit.medusa.tree import Tree\n"},
+        {"tree": "from . import choices\n", "choices": "from . import limits\n", "limits": "from .tree import Tree\n"},
+        {"tree": "from porting_kit.medusa import Tree\n"},
+    ],
+)
+def test_modules_that_import_each_other_are_found(tmp_path, modules):
+    write_modules(tmp_path, **modules)
+    assert len(find_cycles(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("head", ["def f():", "if TYPE_CHECKING:", "if typing.TYPE_CHECKING:"])
+def test_a_deferred_import_closes_no_cycle(tmp_path, head):
+    late = f"{head}\n    from porting_kit.medusa.tree import Tree\n"
+    write_modules(tmp_path, tree="from porting_kit.medusa import choices\n", choices=late)
+    assert find_cycles(tmp_path) == []

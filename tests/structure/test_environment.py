@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib.metadata import distributions
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,18 @@ def find_pin_problems(pins: list[Requirement], lines: list[str], python: str) ->
     return problems
 
 
+def find_patch_problems(
+    installed: dict[str, tuple[str, str | None]], pins: list[Requirement], python: str
+) -> list[str]:
+    """Pinned packages that the first patch release of a Python line cannot install, from what they themselves say."""
+    exact = {(canonicalize_name(pin.name), str(pin.specifier)[2:]) for pin in pins}
+    return [
+        f"{name}: {version} needs Python {requires}"
+        for name, (version, requires) in installed.items()
+        if (name, version) in exact and requires and not SpecifierSet(requires).contains(f"{python}.0")
+    ]
+
+
 def test_environment_equals_pyproject(root):
     environment = yaml.safe_load((root / "environment.yml").read_text(encoding="utf-8"))
     problems = find_environment_problems(environment, read_project(root), read_installed_extras(root))
@@ -98,6 +112,16 @@ def test_environment_equals_pyproject(root):
 def test_pins_are_within_the_bounds(root, python):
     pins = read_pins((root / ".ci" / "constraints.txt").read_text(encoding="utf-8"))
     problems = find_pin_problems(pins, required_lines(read_project(root), read_installed_extras(root)), python)
+    assert not problems, "\n".join(problems)
+
+
+def test_the_pins_serve_the_first_patch_release(root):
+    pins = read_pins((root / ".ci" / "constraints.txt").read_text(encoding="utf-8"))
+    installed = {
+        canonicalize_name(item.metadata["Name"]): (item.version.split("+")[0], item.metadata["Requires-Python"])
+        for item in distributions()
+    }
+    problems = find_patch_problems(installed, pins, ".".join(map(str, sys.version_info[:2])))
     assert not problems, "\n".join(problems)
 
 
@@ -163,3 +187,34 @@ def test_a_wrong_pin_is_found(pins, problem):
 def test_a_pin_that_is_no_exact_version_is_refused(line):
     with pytest.raises(ValueError, match="not an exact version"):
         read_pins(line)
+
+
+def test_a_pin_that_needs_a_later_patch_release_is_found():
+    installed = {"soupsieve": ("4.1.3", ">=3.11.5"), "torch": ("2.13.0", ">=3.10"), "numpy": ("1.0", ">=3.14")}
+    pins = read_pins("soupsieve==4.1.3\ntorch==2.13.0\nnumpy==2.4.6\n")
+    assert find_patch_problems(installed, pins, "3.11") == ["soupsieve: 4.1.3 needs Python >=3.11.5"]
+    assert find_patch_problems(installed, pins, "3.12") == []
+
+
+def test_versions_of_several_pythons_become_lines_with_markers(root):
+    spec = spec_from_file_location("pin", root / ".ci" / "pin.py")
+    pin = module_from_spec(spec)
+    spec.loader.exec_module(pin)
+    resolved = {
+        "3.12": {"same": "1", "new": "3", "each": "3"},
+        "3.10": {"same": "1", "old": "1", "each": "1", "new": "1"},
+        "3.11": {"same": "1", "new": "3", "each": "2"},
+    }
+    lines = pin.merge_versions(resolved)
+    assert lines == [
+        'each==1 ; python_version < "3.11"',
+        'each==2 ; python_version >= "3.11" and python_version < "3.12"',
+        'each==3 ; python_version >= "3.12"',
+        'new==1 ; python_version < "3.11"',
+        'new==3 ; python_version >= "3.11"',
+        "old==1",
+        "same==1",
+    ]
+    for python, found in resolved.items():
+        wanted = [f"{name}=={version}" for name, version in found.items()]
+        assert find_pin_problems(read_pins("\n".join(lines)), wanted, python) == []
