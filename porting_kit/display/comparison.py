@@ -1,82 +1,56 @@
-"""One offline page that lays two runs of the same port side by side."""
+"""Two runs of one port beside each other on one page: verdicts, causes, texts, margins. Needs no network."""
 
 from __future__ import annotations
 
-import html
-import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;color:#1b1b1b;background:#fff}
-.sides{display:grid;grid-template-columns:repeat(auto-fit,minmax(17rem,1fr));gap:1rem}
-section{border:1px solid #c8c8c8;border-radius:6px;padding:1rem;overflow-wrap:anywhere}
-.fail{border-top:6px solid #b3261e}.pass{border-top:6px solid #1b6e3c}
-dt{font-weight:600;margin-top:.4rem}dd{margin:0}
-pre{white-space:pre-wrap;background:#f4f4f4;padding:.6rem;border-radius:4px;font-size:.85rem}
-"""
+from porting_kit import __version__
+from porting_kit.display import alignment_view
+from porting_kit.display.page import page_template
+from porting_kit.display.tables import Code, Folded, Link, Stack, Table, VerdictMark
 
 
-class ComparedSide(Protocol):
-    """What the page needs of one run."""
-
-    title: str
-    kernel: str
-    folder: Path
-    alignment: Any
-
-    @property
-    def verdict(self) -> str:
-        """`pass`, `fail` ..."""
-
-    @property
-    def cause(self) -> str:
-        """Named cause, empty for a pass."""
-
-
-def render_comparison(sides: Sequence[ComparedSide], texts: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """The page as HTML text.
+def render_comparison(sides: Sequence[Any], texts: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """The HTML of a page that lies beside the run folders.
 
     Args:
-        sides: the runs, left to right; reports are linked relative to the first folder's parent.
-        texts: (prompt, what each side said).
+        sides: runs with `title`, `kernel`, `verdict`, `cause`, `folder` and `alignment` (`alignment.json`, or empty).
+        texts: a prompt and what each side said.
     """
-    top = sides[0].folder.parent
-    columns = "".join(_render_side(side, top) for side in sides)
-    blocks = "".join(_render_text(prompt, said, sides) for prompt, said in texts)
-    return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width,initial-scale=1'>"
-        f"<title>One port, two kernels</title><style>{STYLE}</style></head><body>"
-        "<h1>One port, two kernels</h1>"
-        "<p>The same checkpoint and the same patched model.py. Only the attention arithmetic of the generation phase "
-        f"differs.</p><div class='sides'>{columns}</div><h2>What they said</h2>{blocks}</body></html>"
+    return page_template("comparison.html.j2").render(
+        title="The same port on two kernels",
+        overview=_overview(sides),
+        texts=[(prompt, list(zip(sides, said, strict=False))) for prompt, said in texts],
+        sides=[(side, _details(side.alignment)) for side in sides],
+        version=__version__,
     )
 
 
-def _render_side(side: ComparedSide, top: Path) -> str:
-    found = side.alignment
-    cause = found.get("cause") or {}
-    entries = [
-        ("verdict", side.verdict),
-        ("kernel", side.kernel),
-        ("wrong tokens", found.get("wrong_tokens")),
-        ("tokens per step", f"{found.get('tokens_per_step') or 0:.2f}"),
+def _overview(sides: Sequence[Any]) -> Table:
+    """One column a side, one row a figure."""
+    figures = [side.alignment for side in sides]
+    rows = [
+        ("kernel", *(Code(side.kernel) for side in sides)),
+        ("verdict", *(VerdictMark(side.verdict) for side in sides)),
+        ("wrong tokens", *(found.get("wrong_tokens") for found in figures)),
+        ("near-ties", *(found.get("near_ties") for found in figures)),
+        ("tokens per step", *(found.get("tokens_per_step") for found in figures)),
+        ("cause", *(side.cause or None for side in sides)),
+        ("fix", *((found.get("cause") or {}).get("fix") for found in figures)),
+        ("report", *(Link(f"{side.folder.name}/report.html", "report.html") for side in sides)),
     ]
-    if side.cause:
-        entries += [("cause", side.cause), ("fix", cause.get("fix"))]
-    rows = "".join(f"<dt>{name}</dt><dd>{html.escape(str(value))}</dd>" for name, value in entries)
-    link = os.path.relpath(side.folder / "report.html", top)
-    return (
-        f"<section class='{'pass' if side.verdict == 'pass' else 'fail'}'><h2>{html.escape(side.title)}</h2>"
-        f"<dl>{rows}</dl><p><a href='{html.escape(link)}'>the whole report</a></p></section>"
-    )
+    return Table(("", *(side.title for side in sides)), rows)
 
 
-def _render_text(prompt: str, said: Sequence[str], sides: Sequence[ComparedSide]) -> str:
-    boxes = "".join(
-        f"<section><strong>{html.escape(side.title)}</strong><pre>{html.escape(text)}</pre></section>"
-        for side, text in zip(sides, said, strict=False)
+def _details(alignment: Any) -> Stack:
+    if not alignment:
+        return Stack(())
+    parts = (
+        alignment_view.checks_table(alignment),
+        alignment_view.divergence_facts(alignment),
+        alignment_view.margins_plot(alignment),
+        Folded("Acceptance", alignment_view.acceptance_view(alignment)),
+        Folded("Cause", alignment_view.cause_view(alignment.get("cause"))),
     )
-    return f"<h3>Prompt</h3><pre>{html.escape(prompt)}</pre><div class='sides'>{boxes}</div>"
+    return Stack(parts)

@@ -25,7 +25,7 @@ def render_report(run: PortRun, outcomes: Mapping[str, StepOutcome], combined: S
         combined: the run's own outcome, which heads the page.
     """
     verdict = combined.verdict.value
-    return _template().render(
+    return page_template("report.html.j2").render(
         port_name=run.port.name,
         verdict_sign=SIGNS[verdict],
         verdict_word=WORDS.get(verdict, verdict),
@@ -43,7 +43,8 @@ def render_report(run: PortRun, outcomes: Mapping[str, StepOutcome], combined: S
 
 
 @cache
-def _template() -> Any:
+def page_template(name: str) -> Any:
+    """A template of this package; every value is escaped unless it comes from a `to_html`."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -53,4 +54,4 @@ def _template() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html.j2")
+    return environment.get_template(name)

@@ -62,6 +62,21 @@ class Code:
 
 
 @dataclass(frozen=True)
+class Link:
+    """A link to a file beside the page."""
+
+    target: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.target
+
+    def to_html(self) -> str:
+        """The same as HTML."""
+        return f'<a href="{html.escape(self.target, quote=True)}">{html.escape(self.text)}</a>'
+
+
+@dataclass(frozen=True)
 class Preformatted:
     """Text whose lines matter: a command, a message."""
 
