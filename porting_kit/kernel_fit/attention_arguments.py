@@ -6,7 +6,8 @@ layer's `Attention(...)` call to fields of the config; every other character sta
 the text, and applying it twice equals applying it once.
 
 Limits: the call must be in a method with a parameter `config`, to the class `Attention` imported from a module named
-`layers` or `attention`, with keywords only; anything else is refused, quoting what was found.
+`layers` or `attention`, with keywords only (or a dict written out beside it); anything else is refused, quoting what
+was found.
 """
 
 from __future__ import annotations
@@ -105,9 +106,10 @@ class _Editor(cst.CSTTransformer):
         self.calls = 0
         self.edits: list[str] = []
         self._parameters: list[set[str]] = []
+        self._dicts: list[dict[str, set[str]]] = []
         self._classes: list[str] = []
 
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:  # noqa: N802
         module = cst.Module([]).code_for_node(node.module).split(".")[-1] if node.module else ""
         if isinstance(node.names, cst.ImportStar) or module not in MODULES:
             return
@@ -115,22 +117,31 @@ class _Editor(cst.CSTTransformer):
             if alias.evaluated_name == CLASS_NAME:
                 self.names.add(alias.evaluated_alias or CLASS_NAME)
 
-    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: N802
         self._classes.append(node.name.value)
 
-    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
+    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:  # noqa: N802
         self._classes.pop()
         return updated_node
 
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802
         parameters = (*node.params.posonly_params, *node.params.params, *node.params.kwonly_params)
         self._parameters.append({parameter.name.value for parameter in parameters})
+        self._dicts.append({})
 
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+    def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
+        target = node.targets[0].target
+        if self._dicts and isinstance(target, cst.Name) and isinstance(node.value, cst.Dict):
+            keys = [getattr(element, "key", None) for element in node.value.elements]
+            if all(isinstance(key, cst.SimpleString) for key in keys):
+                self._dicts[-1][target.value] = {key.evaluated_value for key in keys}
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:  # noqa: N802
         self._parameters.pop()
+        self._dicts.pop()
         return updated_node
 
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802
         if not isinstance(original_node.func, cst.Name) or original_node.func.value not in self.names:
             return updated_node
         line = self.get_metadata(PositionProvider, original_node).start.line
@@ -148,21 +159,28 @@ class _Editor(cst.CSTTransformer):
                 where=where,
                 next_step="patch this call by hand",
             )
-        odd = [argument for argument in call.args if argument.keyword is None]
+        odd = [argument for argument in call.args if argument.keyword is None and not self._is_harmless(argument)]
         if odd:
             raise PatchError(
                 "an attention layer is built with arguments that are not keywords",
                 expected="keywords only",
-                found=cst.Module([]).code_for_node(odd[0]),
+                found=cst.Module([]).code_for_node(odd[0]).strip(" ,\n"),
                 where=where,
                 next_step="name the arguments of this call and patch again",
             )
+
+    def _is_harmless(self, argument: cst.Arg) -> bool:
+        """Whether `**name` spreads a dict that is written out in the same method and sets none of the keywords."""
+        if argument.star != "**" or not isinstance(argument.value, cst.Name):
+            return False
+        keys = self._dicts[-1].get(argument.value.value)
+        return keys is not None and not keys & set(self.keywords)
 
     def _set_keywords(self, arguments: tuple[cst.Arg, ...], line: int) -> list[cst.Arg]:
         changed = list(arguments)
         for keyword in self.keywords:
             value = cst.parse_expression(f"config.{CONFIG_FIELDS[keyword]}")
-            index = next((i for i, each in enumerate(changed) if each.keyword.value == keyword), None)
+            index = next((i for i, each in enumerate(changed) if each.keyword and each.keyword.value == keyword), None)
             if index is None:
                 # Before the last argument, with the first one's comma: the call's own layout goes on.
                 new = changed[0].with_changes(
