@@ -34,6 +34,7 @@ class RankFile:
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, Shape]]) -> None:
         self.path, self.partial = path, path.with_name(f".{path.name}.partial")
+        self.tensors = dict(tensors)
         self.offsets: dict[str, tuple[int, int]] = {}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -71,6 +72,19 @@ class RankFile:
             written = os.pwrite(self.descriptor, view, place)
             view, place = view[written:], place + written
         self.pending.discard(name)
+
+    def read_back(self, name: str) -> torch.Tensor:
+        """One tensor as it lies in the unfinished file."""
+        import torch
+
+        offset, size = self.offsets[name]
+        dtype, shape = self.tensors[name]
+        data = bytearray(os.pread(self.descriptor, size, self.start + offset))
+        while len(data) < size:  # one read returns at most 2 GiB
+            data += os.pread(self.descriptor, size - len(data), self.start + offset + len(data))
+        if size == 0:
+            return torch.empty(shape, dtype=getattr(torch, dtype))
+        return torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape(shape)
 
     def commit(self) -> None:
         """Flush to the disk and give the file its name. CheckpointError when a tensor was never written."""

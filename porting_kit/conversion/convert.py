@@ -48,7 +48,7 @@ def convert_checkpoint(
         tp_size, pp_size: ranks.
         max_draft_len: draft tokens of the largest tree (63 when None).
         release: TensorRT-LLM release the checkpoint is for; what it cannot express is refused.
-        verify: read the files back and compare with the source through the inverse rules.
+        verify: read each tensor back from the file and compare it with the source through the inverse rules.
 
     Raises:
         BaseModelError, HeadsError, ConversionError, CheckpointError: see `plan_conversion`; nothing is left behind.
@@ -70,10 +70,9 @@ def convert_checkpoint(
         _remove_old_checkpoint(out_folder)
         for rank in range(plan.world_size):
             ranks.append(RankFile(out_folder / f"rank{rank}.safetensors", plan.rank_tensors(rank)))
-        warnings = list(_write_values(plan, source, heads, ranks))
+        verified = _write_values(plan, source, heads, ranks, verify)
         for file in ranks:
             file.commit()
-        verified = _verify(plan, source, heads, out_folder) if verify else 0
         config_file = write_config(out_folder, config)
     except BaseException:
         for file in ranks:
@@ -89,7 +88,7 @@ def convert_checkpoint(
         sources=list_source_fates(plan, source, heads),
         targets=tuple(describe_target(planned) for planned in plan.tensors),
         files=(*(file.path for file in ranks), config_file),
-        warnings=tuple(_plan_warnings(plan, source, heads) + warnings),
+        warnings=tuple(_plan_warnings(plan, source, heads)) + tuple(_tied_warning(plan, source)),
         verified=verified,
         seconds=time.perf_counter() - started,
     )
@@ -109,7 +108,7 @@ def checkpoint_tensors(
     plan = plan_conversion(base, source, dtype=dtype, heads=heads, release=release)
     config, _ = build_config(plan.base, dtype=dtype, heads=heads, max_draft_len=max_draft_len)
     tensors = {}
-    for planned, whole in iterate_targets(plan, source, heads):
+    for planned, _, whole in iterate_targets(plan, source, heads):
         # clone: an uncast tensor may be a view of the mapped source file
         tensors[planned.target] = whole.clone() if whole._base is not None or not whole.is_contiguous() else whole
     return config, tensors
@@ -139,14 +138,14 @@ def require_release(base: BaseConfig, release: str | None, tp_size: int = 1) -> 
 
 def iterate_targets(
     plan: ConversionPlan, source: TensorSource, heads: HeadSet | None
-) -> Iterator[tuple[PlannedTensor, torch.Tensor]]:
-    """Every target, whole, in the checkpoint's dtype, one at a time."""
+) -> Iterator[tuple[PlannedTensor, list[torch.Tensor], torch.Tensor]]:
+    """Every target with its sources, whole and in the checkpoint's dtype, one at a time."""
     from porting_kit.conversion.apply import build_target
 
     scalars = plan_scalars(plan)
     for planned in plan.tensors:
-        tensors = [read_source(planned, name, source, heads) for name in planned.sources]
-        yield planned, build_target(planned, tensors, plan.dims, scalars)
+        sources = [read_source(planned, name, source, heads) for name in planned.sources]
+        yield planned, sources, build_target(planned, sources, plan.dims, scalars)
 
 
 def _open_inputs(
@@ -178,15 +177,19 @@ def _remove_old_checkpoint(folder: Path) -> None:
 
 
 def _write_values(
-    plan: ConversionPlan, source: TensorSource, heads: HeadSet | None, ranks: list[RankFile]
-) -> Iterator[str]:
-    """One pass over all targets, into every rank's file; yields warnings about values."""
-    from porting_kit.conversion.apply import cut_piece
+    plan: ConversionPlan, source: TensorSource, heads: HeadSet | None, ranks: list[RankFile], verify: bool
+) -> int:
+    """One pass over all targets, into every rank's file. Returns how many were proved by the way back."""
+    from porting_kit.conversion.apply import cut_piece, join_pieces
+    from porting_kit.conversion.inverse import verify_target
 
-    for planned, whole in iterate_targets(plan, source, heads):
+    for planned, sources, whole in iterate_targets(plan, source, heads):
         for piece in planned.pieces:
             ranks[piece.rank].write(piece.name, cut_piece(whole, planned, piece))
-    yield from _tied_warning(plan, source)
+        if verify:
+            parts = [ranks[piece.rank].read_back(piece.name) for piece in planned.pieces]
+            verify_target(planned, join_pieces(planned, parts), sources, plan)
+    return len(plan.tensors) if verify else 0
 
 
 def _tied_warning(plan: ConversionPlan, source: TensorSource) -> Iterator[str]:
@@ -203,12 +206,6 @@ def _tied_warning(plan: ConversionPlan, source: TensorSource) -> Iterator[str]:
                     f"the config ties the output matrix to the embedding, but {planned.sources[0]} differs from it; "
                     "the file's own matrix is used"
                 )
-
-
-def _verify(plan: ConversionPlan, source: TensorSource, heads: HeadSet | None, folder: Path) -> int:
-    from porting_kit.conversion.inverse import verify_checkpoint
-
-    return verify_checkpoint(plan, source, heads, folder)
 
 
 def _plan_warnings(plan: ConversionPlan, source: TensorSource, heads: HeadSet | None) -> list[str]:

@@ -1,12 +1,12 @@
 """The way back: from the written files through the inverse rules to the source, compared bit for bit.
 
 A rule that only moves values must give back the source exactly (after the cast to the checkpoint's dtype); one that
-adds or scales must do so within one rounding. This reads the files again, so it also proves what is on the disk.
+adds or scales must do so within one rounding. The target is what was read again from the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,19 +37,19 @@ def verify_checkpoint(plan: ConversionPlan, source: TensorSource, heads: HeadSet
     ]
     for planned in plan.tensors:
         parts = [files[piece.rank].read(piece.name) for piece in planned.pieces]
-        verify_target(planned, join_pieces(planned, parts), plan, source, heads)
+        sources = [read_source(planned, name, source, heads) for name in planned.sources]
+        verify_target(planned, join_pieces(planned, parts), sources, plan)
     return len(plan.tensors)
 
 
 def verify_target(
-    planned: PlannedTensor, whole: torch.Tensor, plan: ConversionPlan, source: TensorSource, heads: HeadSet | None
+    planned: PlannedTensor, whole: torch.Tensor, sources: Sequence[torch.Tensor], plan: ConversionPlan
 ) -> None:
     """Compare one whole target (vocabulary padding removed) with its sources; ConversionError when they differ."""
     if planned.origin == "zeros":
         if bool(whole.any()):
             raise ConversionError(f"{planned.target} should be zero and is not")
         return
-    sources = [read_source(planned, name, source, heads) for name in planned.sources]
     scalars = plan_scalars(plan)
     kinds = {type(operation) for operation in planned.operations}
     if kinds - set(MOVING) - set(BACKWARD):
@@ -72,7 +72,7 @@ def verify_target(
 
 
 def _compare_forward(
-    planned: PlannedTensor, whole: torch.Tensor, sources: list[torch.Tensor], plan: ConversionPlan
+    planned: PlannedTensor, whole: torch.Tensor, sources: Sequence[torch.Tensor], plan: ConversionPlan
 ) -> None:
     """Rules that leave rows out or lose lengths have no way back: compare what is left of the source."""
     again = apply_operations(planned.operations, sources, planned.group, plan.dims, plan_scalars(plan)).to(whole.dtype)
