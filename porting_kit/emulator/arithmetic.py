@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,6 +24,23 @@ _BINARY_OPERATIONS = {
 }
 
 
+def _power(base: torch.Tensor, exponent: float) -> torch.Tensor:
+    """Small whole powers as products: PyTorch's pow is slow on a CPU."""
+    if exponent == 2.0:
+        return base * base
+    return base * base * base if exponent == 3.0 else torch.pow(base, exponent)
+
+
+# A float tensor with a number on its right, without making a tensor of the number.
+SCALAR_OPERATIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "SUM": torch.add,
+    "SUB": torch.sub,
+    "PROD": torch.mul,
+    "DIV": torch.div,
+    "POW": _power,
+}
+
+
 def compute_binary(left: torch.Tensor, right: torch.Tensor, operation: str) -> torch.Tensor:
     """One elementwise operation on torch tensors."""
     function = _BINARY_OPERATIONS.get(operation)
@@ -36,12 +53,7 @@ def compute_binary(left: torch.Tensor, right: torch.Tensor, operation: str) -> t
     if operation == "FLOOR_DIV":
         return torch.div(left, right, rounding_mode="floor")
     if operation == "POW":
-        exponent = right.item() if right.numel() == 1 else right
-        if exponent == 2.0:
-            return left * left
-        if exponent == 3.0:
-            return left * left * left
-        return torch.pow(left, right)
+        return _power(left, right.item()) if right.numel() == 1 else torch.pow(left, right)
     raise_not_emulated(f"tensorrt.ElementWiseOperation.{operation}")
     raise AssertionError
 

@@ -41,13 +41,14 @@ class ModelInputs:
     def __init__(self, namespace: Namespace, num_layers: int) -> None:
         layers = namespace.import_module("tensorrt_llm.layers.attention")
         utils = namespace.import_module("tensorrt_llm.models.modeling_utils")
-        self._attention_params = layers.AttentionParams
-        self._cache_params = layers.KeyValueCacheParams
-        self._spec_class = getattr(layers, "SpecDecodingParams", None)
-        self._forward = inspect.signature(utils.DecoderModelForCausalLM.forward).parameters
+        self._attention_params = KnownCall(layers.AttentionParams)
+        self._cache_params = KnownCall(layers.KeyValueCacheParams)
+        self._spec_class = KnownCall(getattr(layers, "SpecDecodingParams", dict))
+        names = inspect.signature(utils.DecoderModelForCausalLM.forward).parameters
+        self._spec_names = [name for name in names if name.startswith(("medusa_", "spec_decoding_"))]
         self._num_layers = num_layers
         # 0.8 hands every layer its own pointers, and zips over them (models/modeling_utils.py, 0.8.0).
-        self._has_layer_pointers = hasattr(self._cache_params, "get_first_kv_cache_block_pointers")
+        self._has_layer_pointers = hasattr(layers.KeyValueCacheParams, "get_first_kv_cache_block_pointers")
         # Engine inputs that describe memory layouts; gpt_attention reads lengths from the step instead.
         self._placeholder = Tensor(torch.zeros(1, dtype=torch.int32))
 
@@ -95,8 +96,8 @@ class ModelInputs:
             "use_cache": True,
             "last_token_ids": Tensor(last_token_ids.to(device)),
             "attention_mask": None,
-            "kv_cache_params": _call_with_known(self._cache_params, cache),
-            "attention_params": _call_with_known(self._attention_params, attention),
+            "kv_cache_params": self._cache_params(cache),
+            "attention_params": self._attention_params(attention),
         }
 
     def build_tree(
@@ -110,7 +111,7 @@ class ModelInputs:
         offsets = offsets.expand(B, N).contiguous() if offsets.dim() == 1 else offsets
         words = torch.as_tensor(packed_mask).to(device, torch.int32)
         words = words.expand(B, N, -1) if words.dim() == 2 and words.shape[0] == N else words
-        names = [name for name in self._forward if name.startswith(("medusa_", "spec_decoding_"))]
+        names = self._spec_names
         if "spec_decoding_params" not in names:
             values = {"packed_mask": Tensor(words), "position_offsets": Tensor(offsets)}
             return {name: values[name.split("_", 1)[1].removeprefix("decoding_")] for name in names}
@@ -124,10 +125,15 @@ class ModelInputs:
             "spec_decoding_packed_mask": Tensor(packed),
             "spec_decoding_use": Tensor(torch.ones(1, dtype=torch.int32)),
         }
-        return {"spec_decoding_params": _call_with_known(self._spec_class, fields)}
+        return {"spec_decoding_params": self._spec_class(fields)}
 
 
-def _call_with_known(function: Any, values: dict[str, Any]) -> Any:
-    """Call with those of the values that the function's signature knows."""
-    known = inspect.signature(function).parameters
-    return function(**{name: value for name, value in values.items() if name in known})
+class KnownCall:
+    """Calls a class with those of the given values that its signature knows."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._names = frozenset(inspect.signature(function).parameters)
+
+    def __call__(self, values: dict[str, Any]) -> Any:
+        return self._function(**{name: value for name, value in values.items() if name in self._names})

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from porting_kit.emulator.arithmetic import compute_binary, raise_shape_error
+from porting_kit.emulator.arithmetic import SCALAR_OPERATIONS, compute_binary, raise_shape_error
 from porting_kit.emulator.symbols import raise_not_emulated
 from porting_kit.emulator.tensorrt_types import (
     DATA_TYPES,
@@ -240,6 +240,10 @@ def binary(left: Any, right: Any, operation: str) -> Tensor:
     Raises:
         EmulatorError: the two shapes do not broadcast, or the operation is unknown.
     """
+    if type(right) is float and isinstance(left, Tensor) and left.data.is_floating_point():
+        fast = SCALAR_OPERATIONS.get(operation)
+        if fast is not None:
+            return Tensor(fast(left.data, right))
     left = left.data if isinstance(left, Tensor) else read_operand(left, right)
     right = right.data if isinstance(right, Tensor) else read_operand(right, left)
     if left.device != right.device:
