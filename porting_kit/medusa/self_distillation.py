@@ -126,7 +126,7 @@ def cut_prompts(
     return [list(prompt) for prompt in prompts][:limit]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def continue_greedily(
     model: Any,
     prompts: Sequence[Sequence[int]],

@@ -151,10 +151,8 @@ def collect_text(packages: Sequence[str] = tuple(TEXT_PACKAGES)) -> tuple[list[s
     """
     seen: set[bytes] = set()
     documents: list[str] = []
-    versions: dict[str, str] = {}
-    for package in ("", *sorted(packages)):
-        if package:
-            versions[package] = _version(package)
+    versions = {package: _version(package) for package in sorted(packages)}
+    for package in ("", *versions):  # "" is the standard library
         for docstring in read_docstrings(_python_files(package)):
             document = clean_document(docstring, seen)
             if document:
