@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ INJECTED_MARK = "# Parameters"
 """First line of the cell that papermill inserts (papermill.parameterize, 2.7)."""
 
 PORT_SHORTCUTS = ("kernel", "fit", "engine", "dtype", "tree")
-"""Fields of the port file that every notebook also takes as parameters of their own; None keeps the port file's."""
+"""Fields of the port file that every notebook also takes as parameters of their own; empty keeps the port file's."""
 
 
 class NotebookError(PortingKitError):
@@ -136,6 +136,15 @@ def refuse_injected_typos(history: Sequence[str] | None = None) -> None:
             declared = parse_parameters(declaring, "the cell tagged parameters")
             targets = [target for node in ast.parse(injected).body for target in getattr(node, "targets", ())]
             refuse_unknown_names(map(ast.unparse, targets), declared, "the cell that papermill injected")
+
+
+def collect_settings(overrides: Mapping[str, Any], **shortcuts: Any) -> dict[str, Any]:
+    """The overrides and the shortcuts that were given, as one dict for `open_port_run`; empty ones say nothing.
+
+    The shortcuts are plain `str` with "" for "not given": papermill (2.7) does not recognise `str | None`.
+    """
+    given = {name: value for name, value in shortcuts.items() if value is not None and value != ""}
+    return {**overrides, **given}
 
 
 def _is_typed_assignment(statement: ast.stmt) -> bool:

@@ -9,6 +9,7 @@ from papermill.exceptions import PapermillExecutionError
 
 from porting_kit.steps.notebook_parameters import (
     NotebookError,
+    collect_settings,
     parse_parameters,
     read_parameters,
     refuse_injected_typos,
@@ -26,7 +27,7 @@ def read_fixture(name: str) -> dict:
 def test_a_good_cell_gives_names_defaults_types_and_help():
     parameters = read_fixture("passes")
     assert parameters["interactive"].default is False
-    assert parameters["dtype"].annotation == "str | None"
+    assert parameters["dtype"].annotation == "str"
     assert parameters["overrides"].help == "fields of the port file"
 
 
@@ -71,6 +72,19 @@ def test_what_papermill_injects_is_checked_and_a_hand_run_is_not():
     refuse_injected_typos(["", declaring, '# Parameters\ndtype = "bfloat16"\n'])
     with pytest.raises(NotebookError, match="'dtyp'"):
         refuse_injected_typos(["", declaring, '# Parameters\ndtyp = "bfloat16"\n'])
+
+
+def test_empty_settings_say_nothing_and_false_does():
+    given = collect_settings({"target.tp_size": 2}, kernel="", dtype=None, fit=False, engine="captured")
+    assert given == {"target.tp_size": 2, "fit": False, "engine": "captured"}
+
+
+@pytest.mark.parametrize(
+    "file", sorted((FIXTURES.parents[2] / "notebooks").glob("*.ipynb")), ids=lambda file: file.stem
+)
+def test_papermill_sees_every_parameter_of_the_workbook(file):
+    notebook = nbformat.read(file, as_version=4)
+    assert set(papermill.inspect_notebook(str(file))) == set(read_parameters(notebook, file))
 
 
 def test_a_notebook_run_by_papermill_itself_refuses_a_misspelt_name(tmp_path):
