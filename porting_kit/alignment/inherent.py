@@ -1,7 +1,8 @@
 """Differences between TensorRT-LLM and Hugging Face that no port can remove, kept apart from faults.
 
 Where it can be done the reference is made to compute what the library computes, and the port is judged against that;
-how far the two references lie apart is reported. What cannot be matched is listed as such.
+how far the two references lie apart is reported. What cannot be matched is listed as such. A family's table speaks of
+the library's own definitions; a source tree may compute some of it as Hugging Face does, which its logits tell.
 Source of the table of differences: `architectures.family.Difference`, one entry per family with its upstream file.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +41,7 @@ class InherentDifference:
         name, effect, source: from the family's table.
         matched: the reference was made to compute what the library computes.
         logit_error: how far that moved the logits, over the largest; None when not matched.
+        applies: the port shows this difference; assumed where its logits are not known.
     """
 
     name: str
@@ -46,6 +49,7 @@ class InherentDifference:
     source: str
     matched: bool
     logit_error: float | None = None
+    applies: bool = True
 
 
 @contextlib.contextmanager
@@ -59,19 +63,63 @@ def matched_to_library(reference: Reference, differences: Sequence[KnownDifferen
             undo()
 
 
+def choose_differences(
+    reference: Reference,
+    differences: Sequence[KnownDifference],
+    texts: Sequence[Sequence[int]],
+    port_logits: Sequence[torch.Tensor],
+) -> list[KnownDifference]:
+    """Those differences that a port's own logits show: the set under which the reference comes nearest to it.
+
+    Only documented differences are candidates, so no fault can be explained away by this.
+
+    Args:
+        reference: the base.
+        differences: the family's.
+        texts: token ids.
+        port_logits: [S, V] per text, the port's context phase.
+    """
+    matchable = [difference for difference in differences if _can_match(reference, difference)]
+    ours = torch.cat([logits.double().cpu() for logits in port_logits])
+    errors = {}
+    for size in range(len(matchable) + 1):
+        for chosen in combinations(range(len(matchable)), size):
+            with matched_to_library(reference, [matchable[index] for index in chosen]):
+                theirs = torch.cat([logits.double().cpu() for logits in reference.logits(texts)])
+            errors[chosen] = (ours - theirs).norm().item()
+    nearest = min(errors, key=errors.__getitem__)
+    return [matchable[index] for index in nearest]
+
+
 def measure_inherent(
-    reference: Reference, differences: Sequence[KnownDifference], texts: Sequence[Sequence[int]]
+    reference: Reference,
+    differences: Sequence[KnownDifference],
+    texts: Sequence[Sequence[int]],
+    applying: Sequence[KnownDifference] | None = None,
 ) -> list[InherentDifference]:
-    """How far each difference moves the base's own logits on these texts."""
+    """How far each difference moves the base's own logits on these texts.
+
+    Args:
+        applying: those that the port shows; None takes all for shown.
+    """
     plain = reference.logits(texts) if differences else []
     found = []
     for difference in differences:
-        undo = _match(reference.model, difference)
-        error = measure_error(plain, reference, texts) if undo else None
-        for step in reversed(undo):
-            step()
-        found.append(InherentDifference(difference.name, difference.effect, difference.source, bool(undo), error))
+        matched = _can_match(reference, difference)
+        error = None
+        if matched:
+            with matched_to_library(reference, [difference]):
+                error = measure_error(plain, reference, texts)
+        applies = applying is None or not matched or difference in applying
+        found.append(InherentDifference(difference.name, difference.effect, difference.source, matched, error, applies))
     return found
+
+
+def _can_match(reference: Reference, difference: KnownDifference) -> bool:
+    undo = _match(reference.model, difference)
+    for step in reversed(undo):
+        step()
+    return bool(undo)
 
 
 def _match(model: nn.Module, difference: KnownDifference) -> list[Callable[[], None]]:

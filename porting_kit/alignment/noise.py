@@ -105,10 +105,15 @@ def compare_logits(
     )
 
 
-def relative_error(logits: torch.Tensor, oracle: torch.Tensor) -> float:
-    """Largest difference of [..., V] logits over the largest logit of the oracle's row, the worst row."""
+def relative_errors(logits: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
+    """Largest difference of each row of [n, V] logits over the oracle's largest logit of that row, float64 [n]."""
     difference = (logits.double() - oracle.double()).abs().amax(-1)
-    return (difference / oracle.double().abs().amax(-1).clamp(min=1e-30)).max().item()
+    return difference / oracle.double().abs().amax(-1).clamp(min=1e-30)
+
+
+def relative_error(logits: torch.Tensor, oracle: torch.Tensor) -> float:
+    """The worst row's."""
+    return relative_errors(logits, oracle).max().item()
 
 
 def measure_error(model_logits: Sequence[torch.Tensor], oracle: LogitsSource, texts: Sequence[Sequence[int]]) -> float:

@@ -23,7 +23,7 @@ from porting_kit.alignment.gates import (
     summarise,
 )
 from porting_kit.alignment.head_oracle import ReferenceHeads, predict_acceptance
-from porting_kit.alignment.inherent import KnownDifference, matched_to_library, measure_inherent
+from porting_kit.alignment.inherent import KnownDifference, choose_differences, matched_to_library, measure_inherent
 from porting_kit.alignment.noise import LogitsNoise, measure_error, measure_noise, relative_error
 from porting_kit.alignment.oracle import JudgedText, judge_texts
 from porting_kit.alignment.reference import LogitsSource, Reference
@@ -88,12 +88,14 @@ def align_port_outputs(
     runs = _run_everything(model, tree, prompts, end_ids, options)
     main = runs[0]
     texts = [[*prompt, *row] for prompt, row in zip(prompts, main.tokens, strict=True)]
-    inherent = measure_inherent(reference, options.differences, texts)
-    with matched_to_library(reference, options.differences):
+    port_logits = ContextOracle(model).logits(texts)
+    applying = choose_differences(reference, options.differences, texts, port_logits)
+    inherent = measure_inherent(reference, options.differences, texts, applying)
+    with matched_to_library(reference, applying):
         oracle = ContextOracle(model) if options.fit_notes else reference
         noise = measure_noise(reference, texts, model.dtype, tolerance=options.near_tie_tolerance)
         judged = _judge_runs(oracle, runs, prompts, noise, end_ids, options.new_tokens)
-        context_error = measure_error(ContextOracle(model).logits(texts), reference, texts)
+        context_error = measure_error(port_logits, reference, texts)
         tree_error = _tree_error(main, oracle, texts, prompts)
         fit = _measure_fit(reference, oracle, texts, noise, options)
         predicted = predict_acceptance(reference, heads, tree, prompts, main.tokens) if heads and tree else None

@@ -1,0 +1,98 @@
+"""Layer by layer: healthy ports agree everywhere, and a fault shows first where it sits."""
+
+import pytest
+import torch
+
+from porting_kit.alignment.inherent import matched_to_library
+from porting_kit.alignment.layers import compare_layers, pair_modules
+from porting_kit.conversion.planned import plan_scalars
+from porting_kit.diagnosis.controls import seed_fault
+
+FAMILIES = ["bloom", "llama", "qwen2", "gptneox"]
+
+
+def compare(port, state=None, prompt=2, emitted=6):
+    pairs = pair_modules(port.plan.tensors, port.reference)
+    texts = port.reference.generate(port.prompts[prompt : prompt + 1], emitted)
+    with matched_to_library(port.reference, port.differences):
+        return pairs, compare_layers(
+            (state or port.state).build(),
+            port.reference,
+            pairs,
+            port.prompts[prompt],
+            texts[0],
+            dims=port.plan.dims,
+            scalars=plan_scalars(port.plan),
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_module_of_a_healthy_port_agrees(family, port_of):
+    pairs, report = compare(port_of(family))
+    assert report.first is None, report.sentence
+    compared = {(error.module, error.phase) for error in report.errors}
+    for pair in pairs:
+        assert (pair.module, "context") in compared
+    names = {pair.module for pair in pairs}
+    for layer in range(2):
+        parts = ("input_layernorm", "attention.qkv", "attention.dense", "mlp.fc", "mlp.proj")
+        assert {f"transformer.layers.{layer}.{part}" for part in parts} <= names
+    assert {phase for _, phase in compared} == {"context", "generation"}
+    assert all(error.cosine > 0.999999 for error in report.errors)
+
+
+def test_fused_projections_are_compared_in_the_ports_order(port_of):
+    """BLOOM's rows are reordered, Qwen2's three projections joined: one pair each, of the fused width."""
+    for family, width, count in (("bloom", 3 * 64, 1), ("qwen2", 64 + 2 * 32, 3)):
+        pairs, report = compare(port_of(family))
+        (pair,) = [pair for pair in pairs if pair.module == "transformer.layers.0.attention.qkv"]
+        assert len(pair.sources) == count
+        assert port_of(family).state.tensors["transformer.layers.0.attention.qkv.weight"].shape[0] == width
+        assert report.first is None
+
+
+@pytest.mark.parametrize(
+    ("family", "fault", "module", "phase", "words"),
+    [
+        ("bloom", "alibi_dropped_in_generation", "layers.0.attention.dense", "generation", "ALiBi"),
+        ("bloom", "qkv_not_deinterleaved", "layers.0.attention.qkv", "context", "order of its rows"),
+        ("qwen2", "qkv_bias_dropped", "layers.0.attention.qkv", "context", "its bias"),
+        ("qwen2", "rope_base_lost", "layers.0.attention.dense", "context", "rotary base"),
+        ("llama", "gate_and_up_swapped", "layers.0.mlp.fc", "context", "gate and up"),
+        ("llama", "head_taken_from_embedding", "lm_head", "context", "output matrix"),
+        ("llama", "position_offsets_ignored", "layers.0.attention.dense", "generation", "rotary base"),
+        ("llama", "mask_transposed", "layers.0.attention.dense", "generation", "mask"),
+    ],
+)
+def test_a_fault_shows_first_where_it_sits(family, fault, module, phase, words, port_of):
+    port = port_of(family)
+    _, faulty = seed_fault(fault, port.state)
+    _, report = compare(port, faulty)
+    assert report.first is not None
+    assert report.first.module.endswith(module)
+    assert report.first.phase == phase
+    assert report.first.relative_error > 100 * report.bound
+    assert words in report.sentence
+
+
+def test_a_prompt_alone_compares_the_context_phase(port_of):
+    port = port_of("llama")
+    pairs = pair_modules(port.plan.tensors, port.reference)
+    report = compare_layers(port.state.build(), port.reference, pairs, port.prompts[0], [], dims=port.plan.dims)
+    assert {error.phase for error in report.errors} == {"context"}
+
+
+def test_half_precision_errors_are_bounded_by_its_own_noise(port_of):
+    port = port_of("llama", "float16")
+    pairs = pair_modules(port.plan.tensors, port.reference)
+    report = compare_layers(
+        port.state.build(),
+        port.reference,
+        pairs,
+        port.prompts[1],
+        [5, 6, 7],
+        dims=port.plan.dims,
+        noise_dtype=torch.float16,
+    )
+    assert report.first is None, report.sentence
+    assert 1e-5 < report.bound < 0.1

@@ -1,0 +1,195 @@
+"""Causes are named from what a faulty port emits, with and without logits; healthy ports and unknown faults are not."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from porting_kit.alignment.run import AlignmentOptions, align_port_outputs
+from porting_kit.diagnosis import Observation, name_cause, observe, seed_fault
+from porting_kit.diagnosis.catalogue import CATALOGUE, find_fault
+from porting_kit.diagnosis.weight_faults import nudge_projection
+from porting_kit.medusa.decoding import generate_medusa
+from porting_kit.outcomes import Verdict
+from porting_kit.releases.kernels import kernel_profile
+
+RELEASE = "release:0.11.0.dev2024062500"
+NEW_TOKENS = 16
+TOLERANCE = 1e-4
+
+PLANTED = [
+    ("bloom", "alibi_dropped_in_generation"),
+    ("bloom", "qkv_bias_dropped"),
+    ("bloom", "qkv_not_deinterleaved"),
+    ("bloom", "key_and_value_swapped"),
+    ("qwen2", "qkv_bias_dropped"),
+    ("qwen2", "rope_base_lost"),
+    ("llama", "gate_and_up_swapped"),
+    ("llama", "position_offsets_ignored"),
+    ("llama", "mask_bits_reversed"),
+    ("llama", "mask_transposed"),
+    ("llama", "accepted_kv_not_moved"),
+    ("llama", "heads_shifted_by_one"),
+    ("llama", "head_taken_from_embedding"),
+]
+
+
+def run(port, model, *, with_logits=True, with_steps=True):
+    prompts = port.prompts[1:3]
+    generation = generate_medusa(model, port.state.tree, prompts, NEW_TOKENS, keep_logits=True)
+    return Observation(
+        prompts,
+        generation.tokens,
+        TOLERANCE,
+        accepted_lengths=generation.accepted_lengths if with_steps else None,
+        logits=generation.logits if with_logits else None,
+        logits_noise=1e-4,
+    )
+
+
+@pytest.mark.parametrize(("family", "fault"), PLANTED)
+def test_a_planted_fault_is_named(family, fault, port_of):
+    port = port_of(family)
+    _, faulty = seed_fault(fault, port.state)
+    diagnosis = name_cause(port.state, run(port, faulty.build()))
+    assert diagnosis.cause is find_fault(fault), diagnosis.verdict
+    assert diagnosis.ties == ()
+    best = diagnosis.hypotheses[0]
+    assert best.unexplained == 0
+    assert best.explained == diagnosis.to_explain > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "fault"),
+    [
+        ("bloom", "alibi_dropped_in_generation"),
+        ("qwen2", "qkv_bias_dropped"),
+        ("llama", "gate_and_up_swapped"),
+        ("llama", "mask_transposed"),
+        ("llama", "accepted_kv_not_moved"),
+    ],
+)
+def test_tokens_alone_name_the_cause(family, fault, port_of):
+    """What a captured engine run gives: neither logits nor steps."""
+    port = port_of(family)
+    _, faulty = seed_fault(fault, port.state)
+    diagnosis = name_cause(port.state, run(port, faulty.build(), with_logits=False, with_steps=False))
+    assert diagnosis.cause is find_fault(fault), diagnosis.verdict
+    assert len(diagnosis.ties) <= 1
+
+
+def test_a_tie_is_said_and_what_would_decide_it(port_of):
+    """Two names for one change of the model cannot be told apart."""
+    port = port_of("llama")
+    fault = find_fault("mask_transposed")
+    double = replace(fault, name="another_name", title="the same under another name")
+    diagnosis = name_cause(port.state, run(port, fault.apply(port.state).build()), (fault, double))
+    assert {diagnosis.cause, *diagnosis.ties} == {fault, double}
+    assert "explaining it equally well" in diagnosis.verdict
+    assert diagnosis.as_dict()["decided_by"]
+
+
+def test_a_healthy_port_has_nothing_to_explain(port_of):
+    port = port_of("llama")
+    diagnosis = name_cause(port.state, run(port, port.state.build()))
+    assert diagnosis.cause is None
+    assert diagnosis.to_explain == 0
+    assert "nothing to explain" in diagnosis.verdict
+
+
+@pytest.mark.parametrize("with_logits", [True, False])
+def test_a_fault_that_is_not_in_the_catalogue_is_not_given_a_name(with_logits, port_of):
+    """Another model altogether, and two faults at once."""
+    port = port_of("llama")
+    generator = torch.Generator().manual_seed(4)
+    scrambled = port.state.with_tensors(
+        lambda name, tensor: tensor[torch.randperm(len(tensor), generator=generator)] if "mlp.proj" in name else tensor
+    )
+    double = find_fault("mask_transposed").apply(find_fault("gate_and_up_swapped").apply(port.state))
+    for state in (scrambled, double):
+        diagnosis = name_cause(port.state, run(port, state.build(), with_logits=with_logits))
+        assert diagnosis.cause is None, diagnosis.verdict
+        assert "none of the" in diagnosis.verdict
+        assert diagnosis.evidence
+
+
+def test_a_model_without_an_opinion_explains_nothing(port_of):
+    """All logits equal: every emitted token would be 'as good as the best'."""
+    port = port_of("bloom")
+    fault = replace(find_fault("tied_head_left_empty"), applies=lambda state: None)
+    observed = run(port, seed_fault("qkv_not_deinterleaved", port.state)[1].build(), with_logits=False)
+    diagnosis = name_cause(port.state, observed, (fault,))
+    assert diagnosis.cause is None
+    (tried,) = [hypothesis for hypothesis in diagnosis.hypotheses if hypothesis.fault is fault]
+    assert tried.unexplained_tokens == len(observed.tokens[0])
+    assert tried.explained < diagnosis.to_explain / 2
+
+
+def test_a_small_change_of_the_logits_is_not_blamed_on_the_catalogue(port_of):
+    port = port_of("llama")
+    observed = run(port, nudge_projection(port.state).build())
+    assert name_cause(port.state, observed).cause is None
+
+
+def test_hypotheses_that_cannot_run_are_listed_with_the_reason(port_of):
+    port = port_of("llama")
+
+    def break_shape(state):
+        return state.with_tensors(lambda name, tensor: tensor[:-1] if name == "transformer.ln_f.weight" else tensor)
+
+    broken = replace(find_fault("mask_transposed"), name="broken", apply=break_shape)
+    diagnosis = name_cause(port.state, run(port, seed_fault("mask_causal", port.state)[1].build()), (broken,))
+    assert diagnosis.hypotheses[-1].name == "broken"
+    assert diagnosis.hypotheses[-1].error
+    assert diagnosis.cause is None
+
+
+def test_only_faults_that_the_port_can_have_are_tried(port_of):
+    diagnosis = name_cause(
+        port_of("llama").state, run(port_of("llama"), seed_fault("tokens", port_of("llama").state)[1].build())
+    )
+    assert diagnosis.skipped["alibi_dropped_in_generation"] == "positions are rope_gpt_neox"
+    tried = {hypothesis.name for hypothesis in diagnosis.hypotheses}
+    assert tried | set(diagnosis.skipped) == {fault.name for fault in CATALOGUE} | {"no fault"}
+
+
+@pytest.fixture(scope="module")
+def bloom_under_release(port_of):
+    """BLOOM with head size 128 in float16 as the 0.11 kernels run it."""
+    port = port_of("bloom-128", "float16")
+    model = replace(port.state, kernel=kernel_profile(RELEASE)).build()
+    options = AlignmentOptions(new_tokens=NEW_TOKENS, batch_sizes=(1,), differences=port.differences)
+    return port, align_port_outputs(
+        port.reference, model, port.prompts, port.state.tree, heads=port.heads, options=options
+    )
+
+
+def test_bloom_under_release_kernels_fails_and_the_cause_is_the_dropped_alibi_bias(bloom_under_release):
+    port, result = bloom_under_release
+    assert result.verdict is Verdict.FAIL
+    assert result.context_error < 10 * result.noise.relative_error < result.tree_error
+    assert result.first_divergence["phase"] != "context"
+    diagnosis = name_cause(port.state, result)
+    assert diagnosis.verdict == "ALiBi bias dropped in the generation phase"
+    assert "fold_alibi" in diagnosis.cause.fix
+    document = json.loads(json.dumps(diagnosis.as_dict()))
+    assert document["fault"] == "alibi_dropped_in_generation"
+    assert document["to_explain"] > 0
+    assert "healthy port does not explain" in document["evidence"][0]
+
+
+def test_the_same_port_under_exact_kernels_passes(bloom_under_release):
+    port, _ = bloom_under_release
+    options = AlignmentOptions(new_tokens=NEW_TOKENS, batch_sizes=(1,), differences=port.differences)
+    result = align_port_outputs(
+        port.reference, port.state.build(), port.prompts, port.state.tree, heads=port.heads, options=options
+    )
+    assert result.verdict is Verdict.PASS, result.summary
+
+
+def test_an_alignment_is_an_observation(bloom_under_release):
+    _, result = bloom_under_release
+    observed = observe(result)
+    assert observed.tolerance == result.noise.near_tie_tolerance
+    assert [len(row) for row in observed.tokens] == [len(logits) for logits in observed.logits]
