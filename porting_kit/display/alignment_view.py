@@ -169,6 +169,7 @@ def cause_view(cause: Document | None) -> Stack | Facts:
         return Facts([], note="No cause was looked for: nothing is wrong, or no token was made.")
     labels = {"verdict": "cause", "name": "name", "why": "why", "fix": "fix", "decided_by": "what would decide"}
     pairs = [(label, cause[name]) for name, label in labels.items() if cause.get(name)]
+    pairs = [pair for place, pair in enumerate(pairs) if place == 0 or pair[1] != pairs[0][1]]
     pairs += [("evidence", sentence) for sentence in cause.get("evidence", ())]
     facts = Facts([*pairs, *([("read in", cause["source"])] if cause.get("source") else [])], title="Cause")
     title = "Hypotheses, best first"
@@ -180,6 +181,19 @@ def cause_view(cause: Document | None) -> Stack | Facts:
     ]
     columns = ("hypothesis", "explains", "tokens it does not", "steps it does not", "could not be tried")
     return Stack((facts, Table(columns, rows, title=title, limit=HYPOTHESES_SHOWN))) if rows else facts
+
+
+def control_facts(control: Document | None) -> Facts:
+    """The negative control: what was planted, and whether the check noticed."""
+    if not control:
+        return Facts([], note="No negative control was run.")
+    failed = [gate["name"] for gate in control["gates"] if gate["passed"] is False]
+    pairs = [
+        ("planted fault", Code(control["fault"])),
+        ("the check", VerdictMark("pass" if control["has_turned"] else "fail")),
+        ("gates that failed, as they must", failed),
+    ]
+    return Facts(pairs, title="Negative control", note=control["summary"])
 
 
 @_with_tokens

@@ -110,7 +110,9 @@ def plot_accepted_lengths(accepted_by_depth: Sequence[float], *, tokens_per_step
     mean = sum(at_least) if tokens_per_step is None else tokens_per_step
     with _axes(height=3.2) as (axes, finish):
         bars = axes.bar(places, shares, color=BLUE, width=0.7)
-        axes.bar_label(bars, [f"{share:.0f}" for share in shares], padding=2)
+        labels = axes.bar_label(bars, [f"{share:.0f}" for share in shares], padding=3, zorder=4)
+        for label in labels:
+            label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})
         axes.axvline(mean, color=RED, linestyle="--", linewidth=1.8, label=f"mean {mean:.2f} tokens per step")
         axes.set_xlabel("tokens confirmed in one step")
         axes.set_ylabel("share of steps (%)")
@@ -131,10 +133,11 @@ def plot_layer_errors(
         names: the modules, for the description.
         noise: the error that the data type alone explains, drawn as a line.
     """
+    # An exact zero has no place on a logarithmic axis, and nobody asks how far below the noise an error is.
+    floor = (noise or 1e-6) / 1000
     styles = ((BLUE, "o", "-"), (ORANGE, "s", "--"), (GREEN, "^", ":"), (RED, "D", "-."))
     with _axes(height=3.4) as (axes, finish):
         for (label, errors), (colour, marker, line) in zip(series.items(), styles, strict=False):
-            floor = 1e-9  # an exact zero has no place on a logarithmic axis
             values = [max(error, floor) for error in errors]
             axes.plot(
                 range(len(values)), values, color=colour, marker=marker, linestyle=line, markersize=4, label=label

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from porting_kit.display import alignment_view, results
 from porting_kit.display.diff_view import view_diff
 from porting_kit.display.plots import plot_tree
@@ -133,15 +135,17 @@ def _alignment(run: PortRun, outcomes: Outcomes) -> Section | None:
     if "align" not in outcomes or alignment is None:
         return None
     choices = read_document(run.folder.checkpoint / "medusa_choices.json")
+    control = read_document(run.folder.alignment / "control.json")
     parts = [
         alignment_view.alignment_facts(alignment),
         alignment_view.checks_table(alignment),
+        alignment_view.control_facts(control),
         alignment_view.divergence_facts(alignment),
         alignment_view.cause_view(alignment["cause"]),
         alignment_view.fit_table(alignment),
         alignment_view.acceptance_view(alignment),
         alignment_view.margins_plot(alignment),
-        alignment_view.texts_table(alignment),
+        alignment_view.texts_table(alignment, _decode_texts(run, alignment)),
         alignment_view.runs_table(alignment),
     ]
     if choices:
@@ -161,8 +165,17 @@ def _layers(run: PortRun, outcomes: Outcomes) -> Section | None:
 def _provenance(run: PortRun, outcomes: Outcomes) -> Section:
     hashes = {name: value for item in outcomes.values() for name, value in item.inputs.items()}
     inputs = Table(("input", "SHA-256"), [(name, Code(value[:16])) for name, value in sorted(hashes.items())])
-    settings = Facts(
-        [(name, Code(str(value))) for name, value in run.port.model_dump(mode="json").items()], title="Settings"
-    )
+    settings = Preformatted(yaml.safe_dump(run.port.model_dump(mode="json"), sort_keys=False), title="Settings")
     parts = (Facts(list(describe_environment().items()), title="Environment"), settings, inputs)
     return Section("provenance", "Provenance", parts)
+
+
+def _decode_texts(run: PortRun, alignment: Mapping[str, Any]) -> list[str]:
+    """What each prompt was answered with, by the base's own tokenizer file; empty when there is none."""
+    file = run.port.base_path / "tokenizer.json"
+    if not file.is_file():
+        return []
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    return [tokenizer.decode(row["tokens"]) for row in alignment["rows"]]

@@ -25,6 +25,7 @@ TINTS = {  # Okabe-Ito: distinguishable with any colour vision
     "refused": "213,94,0",
 }
 TERMINAL_COLUMNS = 120
+SHORT_TEXT = 12
 LONG_TEXT = 40
 LONG_NAME = 64
 _CELL = "padding:.3em .7em;text-align:left;vertical-align:top;border-bottom:1px solid rgba(128,128,128,.3);"
@@ -261,7 +262,10 @@ def _cell_text(cell: Any) -> str:
 
 def _cell_style(cell: Any) -> str:
     """Long texts keep a width that can be read; the table scrolls sideways when there is no room."""
-    return f"{_CELL}min-width:13em;" if len(_cell_text(cell)) > LONG_TEXT else _CELL
+    length = len(_cell_text(cell))
+    if length > LONG_TEXT:
+        return f"{_CELL}min-width:13em;"
+    return f"{_CELL}white-space:nowrap;" if length <= SHORT_TEXT else _CELL
 
 
 def _cell_html(cell: Any) -> str:

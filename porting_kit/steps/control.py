@@ -15,9 +15,11 @@ from porting_kit.alignment.run import align_port_outputs
 from porting_kit.diagnosis import PortState, read_port_state, seed_fault
 from porting_kit.errors import VerdictFailed
 from porting_kit.outcomes import Verdict
+from porting_kit.run_folder import write_json
 from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.preflight import open_port_tree
 
+CONTROL_FILE = "control.json"
 SMALL_PROMPTS, SMALL_TOKENS = 4, 16
 """A planted fault nearly always shows in so little text; when it does not, the control is given all of it."""
 
@@ -47,6 +49,8 @@ class ControlResult:
 def run_control(session: AlignmentSession, gate: str = "tokens") -> ControlResult:
     """Align the port with a fault planted in it, in float32: a processor is slow in half precision.
 
+    What came out is kept as `alignment/control.json`, which the next alignment removes.
+
     Args:
         session: the opened parts of the alignment.
         gate: a gate's name; the most telling of its faults that this port can have is planted.
@@ -57,10 +61,12 @@ def run_control(session: AlignmentSession, gate: str = "tokens") -> ControlResul
     fault, state = seed_fault(gate, healthy_state(session))
     model = replace(state, dtype="float32").build()
     wanted = session.options.new_tokens
-    small = _align_faulty(session, model, session.prompts[:SMALL_PROMPTS], min(wanted, SMALL_TOKENS))
-    if small.verdict is Verdict.FAIL:
-        return ControlResult(fault, small)
-    return ControlResult(fault, _align_faulty(session, model, session.prompts, wanted))
+    found = _align_faulty(session, model, session.prompts[:SMALL_PROMPTS], min(wanted, SMALL_TOKENS))
+    if found.verdict is Verdict.PASS:
+        found = _align_faulty(session, model, session.prompts, wanted)
+    control = ControlResult(fault, found)
+    write_json(session.run.folder.alignment / CONTROL_FILE, control.document())
+    return control
 
 
 def _align_faulty(

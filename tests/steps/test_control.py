@@ -1,5 +1,6 @@
 """The negative control turns the verdict of a healthy port, and says so when it does not."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def test_a_planted_fault_turns_the_verdict(session, gate):
     assert control.alignment.verdict is Verdict.FAIL
     assert gate in [found.name for found in control.alignment.gates if found.passed is False]
     assert control.fault in require_turned(control)
+    kept = json.loads((session.run.folder.alignment / "control.json").read_text())
+    assert (kept["fault"], kept["has_turned"]) == (control.fault, True)
 
 
 def test_a_control_that_does_not_turn_raises(session):

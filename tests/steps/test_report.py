@@ -98,6 +98,13 @@ def fill_run(run, verdict=Verdict.FAIL):
     gate = "tokens" if verdict is Verdict.FAIL else None
     alignment = {**make_alignment(verdict).as_dict(), "cause": figures.get("cause")}
     write_json(run.folder.alignment / "alignment.json", alignment)
+    control = {
+        "fault": "rope_base_lost",
+        "has_turned": True,
+        "gates": [{"name": "tokens", "passed": False}],
+        "summary": "s",
+    }
+    write_json(run.folder.alignment / "control.json", control)
     return finish(run, "align", verdict, covered=EMULATED, figures=figures, failing_gate=gate, summary="1 token wrong")
 
 
@@ -157,6 +164,7 @@ def test_every_step_has_its_section(run):
         "digits are lost",
         "trtllm-build --max_beam_width 1",
         "one greedy sequence",
+        "rope_base_lost",
         "depth 1",
         "the attention of layer 0 parts first",
         "abababab",
