@@ -108,6 +108,26 @@ def align(port_file: PortFile, out: OutFolder = None, parameter: Overrides = Non
 
 
 @app.command()
+def diagnose(
+    port_file: PortFile,
+    observed: Annotated[Path, typer.Option("--observed", help="Tokens of an engine: --output_npy or --output_csv.")],
+    logits: Annotated[Path | None, typer.Option("--logits", help="Logits of that run: --output_logits_npy.")] = None,
+    out: OutFolder = None,
+    parameter: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which fault explains the tokens that an engine produced."""
+    from porting_kit.steps.context import open_port_run
+    from porting_kit.steps.diagnose import diagnose_port, format_diagnosis
+
+    def call() -> Any:
+        run = open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))
+        return diagnose_port(run, observed, logits)
+
+    _report(call, format_diagnosis, as_json)
+
+
+@app.command()
 def report(port_file: PortFile, out: OutFolder = None, parameter: Overrides = None, as_json: AsJson = False) -> None:
     """Write the run's report as one HTML file that needs no network."""
     from porting_kit.steps.context import open_port_run

@@ -7,6 +7,7 @@ without loading anything again.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,12 @@ from porting_kit.conversion.planned import ConversionPlan, plan_scalars
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
 from porting_kit.diagnosis import PortState, name_cause, read_port_state
 from porting_kit.emulator import EmulatedModel, open_emulator
-from porting_kit.engine.captured import read_captured_tokens, write_captured_tokens
+from porting_kit.engine.captured import (
+    CapturedSequence,
+    read_captured_logits,
+    read_captured_tokens,
+    write_captured_tokens,
+)
 from porting_kit.medusa.tree import MedusaTree, read_tree
 from porting_kit.outcomes import Verdict
 from porting_kit.releases.kernels import KernelProfile, kernel_profile
@@ -153,16 +159,30 @@ class AlignmentSession:
             options=self.options,
         )
 
-    def align_captured(self) -> AlignmentResult:
-        """Align the tokens that TensorRT-LLM's run script wrote on another machine."""
-        port = self.run.port
+    def read_captured(self, file: Path, logits_file: Path | None = None) -> tuple[CapturedSequence, ...]:
+        """What an engine answered to the port's prompts: files of TensorRT-LLM's run script.
+
+        Args:
+            file: `--output_npy` or `--output_csv`.
+            logits_file: `--output_logits_npy`, None when there is none.
+        """
+        vocab_size = self.reference.vocab_size
         sequences = read_captured_tokens(
-            port.resolve_path(port.alignment.captured),
+            file,
             self.prompts,
             end_ids=self.reference.settings.end_ids,
-            vocab_size=self.reference.vocab_size,
-            max_new_tokens=port.alignment.new_tokens,
+            vocab_size=vocab_size,
+            max_new_tokens=self.run.port.alignment.new_tokens,
         )
+        if logits_file is None:
+            return sequences
+        return read_captured_logits(logits_file, sequences, vocab_size=vocab_size)
+
+    def align_captured(self, sequences: Sequence[CapturedSequence] | None = None) -> AlignmentResult:
+        """Align what an engine answered; the file that the port names when None."""
+        port = self.run.port
+        if sequences is None:
+            sequences = self.read_captured(port.resolve_path(port.alignment.captured))
         emitted = [list(sequence.tokens) for sequence in sequences]
         return align_captured_outputs(
             self.reference, self.prompts, emitted, resolve_dtype(port.dtype), options=self.options

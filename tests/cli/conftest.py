@@ -72,9 +72,10 @@ def pristine_port(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = BloomConfig(vocab_size=VOCAB, hidden_size=HIDDEN, n_layer=LAYERS, n_head=HEADS)
     model = BloomForCausalLM(config)
-    for parameter in model.parameters():
-        # Bloom starts with weights so small that every position says the same.
-        torch.nn.init.normal_(parameter, std=0.2) if parameter.dim() > 1 else None
+    for name, parameter in model.named_parameters():
+        # Bloom starts with weights so small that every position says the same, and with biases of zero.
+        if parameter.dim() > 1 or name.endswith("query_key_value.bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(root / "base")
     (root / "heads").mkdir()
     save_file(make_heads(), root / "heads" / "medusa_lm_head.safetensors")

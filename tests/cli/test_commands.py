@@ -12,6 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from porting_kit.cli import app
+from porting_kit.diagnosis import seed_fault
+from porting_kit.engine.captured import write_captured_tokens
+from porting_kit.medusa.decoding import generate_medusa
+from porting_kit.steps.alignment_session import AlignmentSession
+from porting_kit.steps.context import open_port_run
 from porting_kit.steps.prompts import RANDOM_LENGTHS
 from tests.cli.conftest import PortFolder
 
@@ -114,3 +119,26 @@ def test_preflight_takes_less_than_a_second_of_processor_time(port: PortFolder):
     assert "porting_kit.steps.preflight" in imported
     # What would cost the second: either alone takes longer to import than the whole of preflight.
     assert not imported & {"torch", "transformers", "matplotlib"}
+
+
+def test_diagnose_finds_nothing_in_healthy_tokens_and_names_a_planted_fault(port: PortFolder, tmp_path):
+    out = tmp_path / "run"
+    call("align", port.file, "--out", out)
+    healthy = out / "alignment" / "output_ids.npy"
+    code, document, _ = call("diagnose", port.file, "--out", out, "--observed", healthy)
+    assert (code, document["verdict"], document["to_explain"]) == (0, "pass", 0)
+
+    session = AlignmentSession(open_port_run(port.file, run_folder=out))
+    planted, state = seed_fault("qkv_bias_dropped", session.port_state)
+    generation = generate_medusa(state.build(), session.tree, session.prompts, 8)
+    faulty = write_captured_tokens(tmp_path / "faulty.csv", session.prompts, generation.tokens, end_id=2)
+    code, document, _ = call("diagnose", port.file, "--out", out, "--observed", faulty)
+    assert (code, document["verdict"]) == (1, "fail")
+    assert document["fault"] == planted
+    assert document["fix"]
+
+
+def test_diagnose_refuses_a_file_that_is_not_there(port: PortFolder, tmp_path):
+    code, document, _ = call("diagnose", port.file, "--out", tmp_path / "run", "--observed", tmp_path / "absent.npy")
+    assert code == 2
+    assert "absent.npy" in json.dumps(document["error"])

@@ -1,0 +1,93 @@
+"""Diagnose what an engine produced: which fault of the port explains these tokens?
+
+The healthy port runs in the emulator under each hypothesis, made to say what was observed. The observation comes from
+files of TensorRT-LLM's own run script, or of this project's emulator in the same format.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from porting_kit.diagnosis import Diagnosis, name_cause, observe
+from porting_kit.outcomes import StepOutcome, Verdict
+from porting_kit.run_folder import write_json
+from porting_kit.steps.alignment_session import AlignmentSession
+from porting_kit.steps.context import PortRun, Stopwatch
+from porting_kit.steps.prerequisites import require_steps
+
+RESULT_FILE = "diagnosis.json"
+
+
+@dataclass(frozen=True)
+class DiagnoseResult:
+    """The diagnosis, and an outcome that fails when there is something to explain."""
+
+    outcome: StepOutcome
+    diagnosis: Diagnosis
+
+    def document(self) -> dict[str, Any]:
+        """The `--json` document: verdict, cause, evidence, fix, next best causes."""
+        found = self.diagnosis.as_dict()
+        return {**found, "conclusion": found["verdict"], **self.outcome.as_dict()}
+
+
+def diagnose_port(run: PortRun, observed: Path, logits: Path | None = None) -> DiagnoseResult:
+    """Rank the catalogue's faults by how well each explains an observation.
+
+    Args:
+        run: the port; patch and convert are run when they have not been.
+        observed: `--output_npy` or `--output_csv` of the run script, on the port's own prompts.
+        logits: `--output_logits_npy`, which tells more faults apart.
+
+    Raises:
+        CapturedFileError: the files do not belong to this port's prompts.
+        RunFolderError: a step before is stale.
+    """
+    require_steps(run, "patch", "convert")
+    watch = Stopwatch()
+    session = AlignmentSession(run)
+    sequences = session.read_captured(observed, logits)
+    judged = session.align_captured(sequences)
+    observation = observe(judged)
+    if logits is not None:
+        vocab_size = session.reference.vocab_size
+        rows = tuple(torch.from_numpy(sequence.logits[:, :vocab_size]) for sequence in sequences)
+        observation = replace(observation, logits=rows)
+    diagnosis = name_cause(session.port_state, observation)
+    write_json(run.folder.root / RESULT_FILE, diagnosis.as_dict())
+    return DiagnoseResult(_judge(diagnosis, watch.seconds), diagnosis)
+
+
+def _judge(diagnosis: Diagnosis, seconds: float) -> StepOutcome:
+    found = diagnosis.as_dict()
+    healthy = diagnosis.to_explain == 0
+    return StepOutcome(
+        "diagnose",
+        Verdict.PASS if healthy else Verdict.FAIL,
+        diagnosis.verdict,
+        figures={"to_explain": diagnosis.to_explain, "observed": diagnosis.observed, "next_step": found["fix"]},
+        products=(RESULT_FILE,),
+        seconds=round(seconds, 3),
+        failing_gate=None if healthy else found["fault"] or "none of the known faults",
+    )
+
+
+def format_diagnosis(result: DiagnoseResult) -> str:
+    """Cause, evidence, fix and ranking, for a terminal."""
+    found = result.diagnosis.as_dict()
+    lines = [f"diagnosis: {result.diagnosis.verdict}"]
+    if found["name"]:
+        lines += [f"why: {found['why']}", f"fix: {found['fix']}", f"source: {found['source']}"]
+    if found["decided_by"]:
+        lines.append(f"to decide between them: {found['decided_by']}")
+    lines += [f"evidence: {sentence}" for sentence in found["evidence"]]
+    lines += [
+        f"  {row['name']}: explains {row['explained']} of {found['to_explain']}"
+        for row in found["ranking"][:5]
+        if not row["error"]
+    ]
+    return "\n".join(lines)
