@@ -7,11 +7,13 @@ and row orders: ggml-org/llama.cpp convert_hf_to_gguf.py and gguf-py/gguf/tensor
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from porting_kit.errors import BaseModelError
 
@@ -100,6 +102,15 @@ def read_gguf_header(file: Path) -> GgufHeader:
     Raises:
         BaseModelError: no GGUF file, a version this reader does not know, or a file cut short.
     """
+    if not file.is_file():
+        raise BaseModelError("the GGUF file does not exist", where=file)
+    status = file.stat()
+    return _read_header(file, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _read_header(file: Path, size: int, changed_ns: int) -> GgufHeader:
+    """Cached by size and time of change: config and tensors come from the same header."""
     with file.open("rb") as stream:
         start = stream.read(24)
         if start[:4] != b"GGUF":
@@ -109,60 +120,76 @@ def read_gguf_header(file: Path) -> GgufHeader:
                 where=file,
                 next_step="fetch the large files (`git lfs pull`)" if pointer else None,
             )
-        try:
-            version, num_tensors, num_settings = struct.unpack("<IQQ", start[4:])
-            if version not in (2, 3):
-                raise BaseModelError(f"{file.name} is GGUF version {version}", expected="version 2 or 3", where=file)
-            settings = dict(_read_setting(stream) for _ in range(num_settings))
-            records = [_read_record(stream) for _ in range(num_tensors)]
-        except (struct.error, UnicodeDecodeError, KeyError, MemoryError, OverflowError) as problem:
-            raise BaseModelError(
-                f"the header of {file.name} is damaged or cut short", found=repr(problem), where=file
-            ) from None
-        alignment = settings.get("general.alignment", 32)
-        data = -(-stream.tell() // alignment) * alignment
-    tensors = tuple(GgufTensor(name, shape, storage, data + offset) for name, shape, storage, offset in records)
-    if tensors and max(t.offset for t in tensors) >= file.stat().st_size:
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            cursor = _Cursor(data, 4)
+            try:
+                version, num_tensors, num_settings = cursor.take("<IQQ")
+                if version not in (2, 3):
+                    raise BaseModelError(f"{file.name} is GGUF version {version}", expected="2 or 3", where=file)
+                settings = dict(cursor.take_setting() for _ in range(num_settings))
+                records = [cursor.take_record() for _ in range(num_tensors)]
+            except (struct.error, UnicodeDecodeError, KeyError, OverflowError) as problem:
+                raise BaseModelError(
+                    f"the header of {file.name} is damaged or cut short", found=repr(problem), where=file
+                ) from None
+            alignment = settings.get("general.alignment", 32)
+            first = -(-cursor.position // alignment) * alignment
+    tensors = tuple(GgufTensor(name, shape, storage, first + offset) for name, shape, storage, offset in records)
+    if tensors and max(tensor.offset for tensor in tensors) >= size:
         raise BaseModelError(f"{file.name} is cut short", where=file, next_step="download the file again")
     return GgufHeader(settings, tensors, file)
 
 
-def _read_string(stream: BinaryIO) -> str:
-    (length,) = struct.unpack("<Q", stream.read(8))
-    text = stream.read(length)
-    if len(text) != length:
-        raise struct.error("string cut short")
-    return text.decode()
+class _Cursor:
+    """Walks through the bytes of a header."""
 
+    def __init__(self, data: mmap.mmap, position: int) -> None:
+        self.data, self.position = data, position
 
-def _read_value(stream: BinaryIO, kind: int) -> Any:
-    if kind == _STRING:
-        return _read_string(stream)
-    if kind == _ARRAY:
-        element, count = struct.unpack("<IQ", stream.read(12))
-        if element == _STRING:
-            for _ in range(count):
-                (length,) = struct.unpack("<Q", stream.read(8))
-                stream.seek(length, 1)
-        else:
-            stream.seek(count * struct.calcsize("<" + _SCALARS[element]), 1)
-        return count
-    code = "<" + _SCALARS[kind]
-    return struct.unpack(code, stream.read(struct.calcsize(code)))[0]
+    def take(self, layout: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(layout, self.data, self.position)
+        self.position += struct.calcsize(layout)
+        return values
 
+    def take_string(self) -> str:
+        (length,) = self.take("<Q")
+        text = self.data[self.position : self.position + length]
+        if len(text) != length:
+            raise struct.error("string cut short")
+        self.position += length
+        return text.decode()
 
-def _read_setting(stream: BinaryIO) -> tuple[str, Any]:
-    name = _read_string(stream)
-    (kind,) = struct.unpack("<I", stream.read(4))
-    return name, _read_value(stream, kind)
+    def skip_array(self, element: int, count: int) -> None:
+        if element == _ARRAY:
+            raise KeyError("arrays of arrays")
+        if element != _STRING:
+            self.position += count * struct.calcsize("<" + _SCALARS[element])
+            return
+        data, position = self.data, self.position
+        for _ in range(count):  # a vocabulary: a hundred thousand short strings
+            position += 8 + int.from_bytes(data[position : position + 8], "little")
+        self.position = position
 
+    def take_value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.take_string()
+        if kind == _ARRAY:
+            element, count = self.take("<IQ")
+            self.skip_array(element, count)
+            return count
+        return self.take("<" + _SCALARS[kind])[0]
 
-def _read_record(stream: BinaryIO) -> tuple[str, tuple[int, ...], int, int]:
-    name = _read_string(stream)
-    (dims,) = struct.unpack("<I", stream.read(4))
-    shape = struct.unpack(f"<{dims}Q", stream.read(8 * dims))
-    storage, offset = struct.unpack("<IQ", stream.read(12))
-    return name, tuple(reversed(shape)), storage, offset
+    def take_setting(self) -> tuple[str, Any]:
+        name = self.take_string()
+        (kind,) = self.take("<I")
+        return name, self.take_value(kind)
+
+    def take_record(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self.take_string()
+        (dims,) = self.take("<I")
+        shape = self.take(f"<{dims}Q")
+        storage, offset = self.take("<IQ")
+        return name, tuple(reversed(shape)), storage, offset
 
 
 def read_gguf_config(file: Path) -> dict[str, Any]:

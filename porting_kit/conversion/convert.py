@@ -17,7 +17,14 @@ from porting_kit.conversion.checkpoint import RankFile, write_config
 from porting_kit.conversion.config_fields import build_config
 from porting_kit.conversion.heads import HeadSet, read_head_set
 from porting_kit.conversion.plan import plan_conversion
-from porting_kit.conversion.planned import ConversionPlan, PlannedTensor, plan_scalars, read_source
+from porting_kit.conversion.planned import (
+    FITTED_ORIGIN,
+    ConversionPlan,
+    PlannedTensor,
+    TargetFit,
+    plan_scalars,
+    read_source,
+)
 from porting_kit.conversion.receipt import ConversionOutcome, describe_target, list_source_fates
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
 from porting_kit.errors import CheckpointError
@@ -37,6 +44,7 @@ def convert_checkpoint(
     max_draft_len: int | None = None,
     release: str | None = None,
     verify: bool = True,
+    fit: TargetFit | None = None,
 ) -> ConversionOutcome:
     """Convert a base, and Medusa heads if given, into a TensorRT-LLM checkpoint.
 
@@ -49,6 +57,7 @@ def convert_checkpoint(
         max_draft_len: draft tokens of the largest tree (63 when None).
         release: TensorRT-LLM release the checkpoint is for; what it cannot express is refused.
         verify: read each tensor back from the file and compare it with the source through the inverse rules.
+        fit: changes the attention on its way (`FitPlan.for_conversion`); None leaves the model as it is.
 
     Raises:
         BaseModelError, HeadsError, ConversionError, CheckpointError: see `plan_conversion`; nothing is left behind.
@@ -61,6 +70,8 @@ def convert_checkpoint(
     config, table = build_config(
         plan.base, dtype=dtype, tp_size=tp_size, pp_size=pp_size, heads=heads, max_draft_len=max_draft_len
     )
+    if fit is not None:
+        plan = fit.refit_plan(plan, config)
     out_folder = Path(out_folder)
     _refuse_source_folder(out_folder, source, heads)
     existed = out_folder.exists()
@@ -70,9 +81,11 @@ def convert_checkpoint(
         _remove_old_checkpoint(out_folder)
         for rank in range(plan.world_size):
             ranks.append(RankFile(out_folder / f"rank{rank}.safetensors", plan.rank_tensors(rank)))
-        verified = _write_values(plan, source, heads, ranks, verify)
+        verified = _write_values(iterate_targets(plan, source, heads, fit), plan, ranks, verify)
         for file in ranks:
             file.commit()
+        if fit is not None:
+            config, table = fit.finish_config(config, table)
         config_file = write_config(out_folder, config)
     except BaseException:
         for file in ranks:
@@ -137,9 +150,12 @@ def require_release(base: BaseConfig, release: str | None, tp_size: int = 1) -> 
 
 
 def iterate_targets(
-    plan: ConversionPlan, source: TensorSource, heads: HeadSet | None
+    plan: ConversionPlan, source: TensorSource, heads: HeadSet | None, fit: TargetFit | None = None
 ) -> Iterator[tuple[PlannedTensor, list[torch.Tensor], torch.Tensor]]:
     """Every target with its sources, whole and in the checkpoint's dtype, one at a time."""
+    if fit is not None:
+        yield from fit.refit_targets(iterate_targets(fit.unfitted_plan, source, heads))
+        return
     from porting_kit.conversion.apply import build_target
 
     scalars = plan_scalars(plan)
@@ -177,18 +193,24 @@ def _remove_old_checkpoint(folder: Path) -> None:
 
 
 def _write_values(
-    plan: ConversionPlan, source: TensorSource, heads: HeadSet | None, ranks: list[RankFile], verify: bool
+    targets: Iterator[tuple[PlannedTensor, list[torch.Tensor], torch.Tensor]],
+    plan: ConversionPlan,
+    ranks: list[RankFile],
+    verify: bool,
 ) -> int:
     """One pass over all targets, into every rank's file. Returns how many were proved by the way back."""
     from porting_kit.conversion.apply import cut_piece, join_pieces
-    from porting_kit.conversion.inverse import verify_target
+    from porting_kit.conversion.inverse import verify_fitted, verify_target
 
-    for planned, sources, whole in iterate_targets(plan, source, heads):
+    for planned, sources, whole in targets:
         for piece in planned.pieces:
             ranks[piece.rank].write(piece.name, cut_piece(whole, planned, piece))
         if verify:
             parts = [ranks[piece.rank].read_back(piece.name) for piece in planned.pieces]
-            verify_target(planned, join_pieces(planned, parts), sources, plan)
+            if planned.origin == FITTED_ORIGIN:
+                verify_fitted(planned, join_pieces(planned, parts), whole)
+            else:
+                verify_target(planned, join_pieces(planned, parts), sources, plan)
     return len(plan.tensors) if verify else 0
 
 

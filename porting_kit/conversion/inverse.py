@@ -71,6 +71,22 @@ def verify_target(
             )
 
 
+def verify_fitted(planned: PlannedTensor, joined: torch.Tensor, whole: torch.Tensor) -> None:
+    """Compare what was read again with a fitted target: a kernel fit has no way back.
+
+    The unfitted values were proved before they were changed.
+
+    Raises:
+        ConversionError: the ranks' parts do not make up the fitted target.
+    """
+    if joined.shape != whole.shape or not _same_bits(joined, whole):
+        raise ConversionError(
+            f"{planned.target} on the disk is not what the kernel fit made",
+            expected=f"the same bits, shape {list(whole.shape)}",
+            found=f"shape {list(joined.shape)}",
+        )
+
+
 def _compare_forward(
     planned: PlannedTensor, whole: torch.Tensor, sources: Sequence[torch.Tensor], plan: ConversionPlan
 ) -> None:

@@ -6,9 +6,9 @@ Plain data, worked out by `plan` from names and shapes; it gives the exact size 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from porting_kit.architectures.names import Dims, Shape
 from porting_kit.architectures.operations import Operation
@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     import torch
 
     from porting_kit.architectures.base_config import BaseConfig
+    from porting_kit.conversion.config_fields import FieldRow
     from porting_kit.conversion.heads import HeadSet
     from porting_kit.conversion.tensor_source import TensorSource
+
+    Target = tuple["PlannedTensor", list[torch.Tensor], torch.Tensor]
+
+FITTED_ORIGIN = "fitted"
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class PlannedTensor:
     Args:
         target: name, with the layer's number in the whole model.
         sources: actual names in the source, in order; none for zeros.
-        origin: "base", "heads", "tied" (the embedding stands in), "copied" (the base's output matrix) or "zeros".
+        origin: "base", "heads", "tied" (the embedding stands in), "copied" (the base's output matrix), "zeros" or
+            "fitted" (changed by a kernel fit after the operations).
         operations: applied to the sources.
         group: how many sources belong together when a rule repeats over experts.
         shape: shape of the whole target, vocabulary padding included.
@@ -107,6 +113,25 @@ class ConversionPlan:
             for piece in tensor.pieces
             if piece.rank == rank
         }
+
+
+class TargetFit(Protocol):
+    """A kernel fit that a conversion lets change its attention targets on the way; one object for one conversion."""
+
+    @property
+    def unfitted_plan(self) -> ConversionPlan:
+        """The plan that `refit_plan` was given."""
+
+    def refit_plan(self, plan: ConversionPlan, config: Mapping[str, Any]) -> ConversionPlan:
+        """The plan with the fitted shapes and pieces, their origin "fitted"."""
+
+    def refit_targets(self, targets: Iterator[Target]) -> Iterator[Target]:
+        """The stream of (planned, sources, whole) with the fitted values."""
+
+    def finish_config(
+        self, config: Mapping[str, Any], table: Sequence[FieldRow]
+    ) -> tuple[dict[str, Any], tuple[FieldRow, ...]]:
+        """The fitted config.json and its table, when all targets have passed."""
 
 
 def plan_scalars(plan: ConversionPlan) -> Mapping[str, float]:

@@ -170,10 +170,10 @@ def _merge_files(files: Iterable[Path]) -> dict[str, TensorEntry]:
 
 def _read_indexed(index: Path) -> dict[str, TensorEntry]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as problem:
+        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        files = sorted({index.parent / name for name in weight_map.values()})
+    except (UnicodeDecodeError, ValueError, KeyError, TypeError) as problem:
         raise BaseModelError("the shard index is damaged", found=repr(problem), where=index) from None
-    files = sorted({index.parent / name for name in weight_map.values()})
     if absent := [file.name for file in files if not file.exists()]:
         raise BaseModelError(
             f"{len(absent)} of the {len(files)} shards that the index names are missing",
