@@ -38,16 +38,37 @@ MODULES = ("layers", "attention")
 
 
 @dataclass(frozen=True)
+class ArgumentEdit:
+    """One keyword that was set: where, and to what; shaped like the patch's own edits.
+
+    Args:
+        class_name, method: where it happens.
+        line: the line of the call.
+        site: the callee.
+        added: the keyword as written now.
+    """
+
+    class_name: str
+    method: str
+    line: int
+    site: str
+    added: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"line {self.line}, {self.class_name}.{self.method}, {self.site}: {', '.join(self.added)}"
+
+
+@dataclass(frozen=True)
 class FollowedSource:
     """A source whose attention follows the config.
 
     Args:
         source: the text.
-        edits: what was set where, as printed; empty when the text already followed.
+        edits: what was set where; empty when the text already followed.
     """
 
     source: str
-    edits: tuple[str, ...]
+    edits: tuple[ArgumentEdit, ...]
 
     @property
     def changed(self) -> bool:
@@ -104,10 +125,11 @@ class _Editor(cst.CSTTransformer):
         self.keywords, self.file = keywords, file
         self.names: set[str] = set()
         self.calls = 0
-        self.edits: list[str] = []
+        self.edits: list[ArgumentEdit] = []
         self._parameters: list[set[str]] = []
         self._dicts: list[dict[str, set[str]]] = []
         self._classes: list[str] = []
+        self._methods: list[str] = []
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:  # noqa: N802
         module = cst.Module([]).code_for_node(node.module).split(".")[-1] if node.module else ""
@@ -128,6 +150,7 @@ class _Editor(cst.CSTTransformer):
         parameters = (*node.params.posonly_params, *node.params.params, *node.params.kwonly_params)
         self._parameters.append({parameter.name.value for parameter in parameters})
         self._dicts.append({})
+        self._methods.append(node.name.value)
 
     def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
         target = node.targets[0].target
@@ -139,6 +162,7 @@ class _Editor(cst.CSTTransformer):
     def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:  # noqa: N802
         self._parameters.pop()
         self._dicts.pop()
+        self._methods.pop()
         return updated_node
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802
@@ -193,6 +217,6 @@ class _Editor(cst.CSTTransformer):
                 changed[index] = changed[index].with_changes(value=value)
             else:
                 continue
-            owner = ".".join(self._classes)
-            self.edits.append(f"line {line}, {owner}, {CLASS_NAME}: {keyword}=config.{CONFIG_FIELDS[keyword]}")
+            added = (f"{keyword}=config.{CONFIG_FIELDS[keyword]}",)
+            self.edits.append(ArgumentEdit(".".join(self._classes), self._methods[-1], line, CLASS_NAME, added))
         return changed

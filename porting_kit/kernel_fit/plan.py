@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from porting_kit.errors import BaseModelError, PortFileError, suggest_nearest
 from porting_kit.kernel_fit.settings import ALIBI_KINDS, next_power_of_two
 from porting_kit.releases.kernels import GateResult, KernelProfile, evaluate_gates
 from porting_kit.releases.shape import AttentionShape
+
+if TYPE_CHECKING:
+    from porting_kit.kernel_fit.attention_arguments import ArgumentEdit
 
 ORDER = ("fold_scale", "truncate_heads", "fold_alibi", "pad_head_size", "pad_query_groups")
 """All transforms, in the order they are applied."""
@@ -97,6 +100,23 @@ class FitPlan:
         if not self.fitted.position_kind.startswith(("rope", "long_rope")):
             needed.pop("rotary_embedding_percentage", None)
         return tuple(needed)
+
+    def for_conversion(self, activations: Mapping[str, Any] | None = None) -> Any:
+        """The `fit` that `convert_checkpoint` takes; a new one for every conversion.
+
+        Args:
+            activations: from `measure_activations`, where `needs_activations` says so.
+        """
+        from porting_kit.kernel_fit.targets import TargetFit
+
+        return TargetFit(self, activations)
+
+    def follow(self, source: str, file: str = "model.py") -> tuple[str, tuple[ArgumentEdit, ...]]:
+        """What `build_medusa_module` asks of a fit: the text whose attention follows the config, and the edits."""
+        from porting_kit.kernel_fit.attention_arguments import follow_fit
+
+        followed = follow_fit(source, self.keywords, file=file)
+        return followed.source, followed.edits
 
     def as_dict(self) -> dict[str, Any]:
         """A JSON-ready dict, without the gates."""

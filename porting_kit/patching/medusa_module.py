@@ -11,14 +11,22 @@ from __future__ import annotations
 import ast
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 from ..errors import PatchError
 from ..source_tree import SourceTree, all_arguments, find_method, read_constant
 from . import medusa_template
 from .diff import unified_diff
 from .model_source import PatchOutcome, patch_model_source
+
+
+class SourceFit(Protocol):
+    """A kernel fit that wants a model's source to follow its config."""
+
+    def follow(self, source: str, file: str) -> tuple[str, tuple[Any, ...]]:
+        """The text with the fit's edits, and the edits; no edits when it follows already."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +63,13 @@ def patch_architecture(tree: SourceTree, architecture: str) -> PatchOutcome:
     return patch_model_source(read_source(file), spec_arguments=tree.spec_arguments, file=str(file))
 
 
-def build_medusa_module(tree: SourceTree, architecture: str) -> MedusaModule:
+def build_medusa_module(tree: SourceTree, architecture: str, *, fit: SourceFit | None = None) -> MedusaModule:
     """Patch a base model and put a Medusa class on it.
 
     Args:
         tree: the source tree of the release to build with.
         architecture: the base's architecture name, as in its config.json.
+        fit: makes the attention take its settings from a fitted config (a `FitPlan`); None leaves them.
 
     Raises:
         SourceTreeError: the tree has no such architecture.
@@ -76,6 +85,8 @@ def build_medusa_module(tree: SourceTree, architecture: str) -> MedusaModule:
             where=model.file,
             next_step="choose another base model or another release",
         )
+    if fit is not None:
+        outcome = _follow_fit(outcome, fit, model.file)
     _require_shared_classes(tree)
     class_name = f"Medusa{model.class_name}"
     inputs = _input_style(tree)
@@ -112,6 +123,14 @@ def build_medusa_module(tree: SourceTree, architecture: str) -> MedusaModule:
         architecture=architecture,
         file_name=f"medusa_{folder}.py",
     )
+
+
+def _follow_fit(outcome: PatchOutcome, fit: SourceFit, file: Path) -> PatchOutcome:
+    """The outcome with the fit's edits made on top of it."""
+    source, edits = fit.follow(outcome.source, str(file))
+    if not edits:
+        return outcome
+    return replace(outcome, status="patched", source=source, edits=(*outcome.edits, *edits))
 
 
 def write_patch(module: MedusaModule, folder: Path) -> tuple[Path, Path]:
