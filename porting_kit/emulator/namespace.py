@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -222,7 +223,10 @@ def compile_file(file: Path) -> CodeType:
     state = file.stat()
     key = (str(file), state.st_mtime_ns, state.st_size)
     if key not in _CODE:
-        _CODE[key] = compile(file.read_text(encoding="utf-8"), str(file), "exec", dont_inherit=True)
+        with warnings.catch_warnings():
+            # The tree's docstrings hold backslashes that Python warns about.
+            warnings.simplefilter("ignore")
+            _CODE[key] = compile(file.read_text(encoding="utf-8"), str(file), "exec", dont_inherit=True)
     return _CODE[key]
 
 

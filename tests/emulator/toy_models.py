@@ -188,13 +188,22 @@ def use_tanh_gelu(model: Any) -> None:
                 setattr(module, name, torch.nn.GELU("tanh"))
 
 
+def save_reference(model: Any, folder: Path) -> Path:
+    """Save a Hugging Face model as a folder."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    return folder
+
+
 def build_case(
-    family: str, size: ToySize | None = None, *, dtype: str = "float32"
+    family: str, size: ToySize | None = None, *, dtype: str = "float32", release: str | None = None
 ) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
     """(Hugging Face model, checkpoint config, checkpoint tensors)."""
     model = make_reference(family, size)
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        config, tensors = checkpoint_tensors(Path(folder), dtype=dtype)
+        save_reference(model, Path(folder))
+        config, tensors = checkpoint_tensors(Path(folder), dtype=dtype, release=release)
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     return model, config, tensors
