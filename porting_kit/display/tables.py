@@ -58,7 +58,8 @@ class Code:
 
     def to_html(self) -> str:
         """The same as HTML."""
-        wrap = "white-space:nowrap;" if len(self.value) <= LONG_NAME else "overflow-wrap:anywhere;"
+        is_name = len(self.value) <= LONG_NAME and " " not in self.value
+        wrap = "white-space:nowrap;" if is_name else "overflow-wrap:anywhere;"
         return f'<code style="{wrap}">{html.escape(self.value)}</code>'
 
 
@@ -132,6 +133,11 @@ class Table:
         more = f"{hidden} more of {len(self.rows)} rows not shown." if hidden else ""
         return " ".join(part for part in (self.note, more) if part)
 
+    @property
+    def sentence(self) -> str:
+        """What stands for a table without rows."""
+        return ": ".join(filter(None, (self.title, self.remark or "none")))
+
     def to_html(self) -> str:
         """HTML that scrolls sideways inside its own box when it is wider than the page."""
         head = "".join(f'<th scope="col" style="{_CELL}">{html.escape(column)}</th>' for column in self.columns)
@@ -145,6 +151,8 @@ class Table:
             else ""
         )
         note = f'<p style="margin:.3em 0;opacity:.8;">{html.escape(self.remark)}</p>' if self.remark else ""
+        if not self.rows:
+            return f'<p style="margin:.3em 0;">{html.escape(self.sentence)}</p>'
         return (
             f'<div style="overflow-x:auto;margin:.5em 0;"><table style="border-collapse:collapse;margin:0;">{caption}'
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}"
@@ -159,6 +167,8 @@ class Table:
         return "\n".join([*lines, "", self.remark] if self.remark else lines)
 
     def __str__(self) -> str:
+        if not self.rows:
+            return self.sentence
         return format_plain(self.title, self.columns, self.shown, self.remark)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:

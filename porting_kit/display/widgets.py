@@ -18,6 +18,7 @@ from porting_kit.display.diff_view import split_hunks, view_diff
 from porting_kit.display.plots import plot_tree
 from porting_kit.display.tables import Code, Facts, Stack, Table
 from porting_kit.port import Port, merge_overrides
+from porting_kit.releases.facts import load_release_ranges
 from porting_kit.run_folder import write_text
 from porting_kit.steps.context import PortRun, open_port_run
 
@@ -222,7 +223,7 @@ class PortForm:
     def _build(self) -> None:
         import ipywidgets
 
-        wide = {"style": {"description_width": "11em"}, "layout": ipywidgets.Layout(width="30em")}
+        wide = {"style": {"description_width": "13em"}, "layout": ipywidgets.Layout(width="34em")}
         for name, _ in FORM_FIELDS:
             value, options = self._value(name), _options(name)
             if options and not isinstance(value, list):
@@ -234,7 +235,7 @@ class PortForm:
                 widget = ipywidgets.Text(value=_as_text(value), description=name, continuous_update=False, **wide)
             widget.observe(lambda change, name=name: self._choose(name, change["new"]), names="value")
             self.inputs[name] = widget
-        save = ipywidgets.Button(description="Save as port file", layout=ipywidgets.Layout(width="auto"))
+        save = ipywidgets.Button(description="Save as port file", layout=ipywidgets.Layout(width="13em"))
         save.on_click(lambda _: self._save_clicked())
         self._saved_view = ipywidgets.HTML()
         hint = ipywidgets.HTML("Choose, then run the cells below. Save to use the choice in the other notebooks.")
@@ -263,8 +264,9 @@ class PortForm:
 def _options(name: str) -> list[str]:
     """What a field may be, read from the port file's own types; the open-ended ones get their usual values."""
     annotation = None if "." in name else Port.model_fields[name].annotation
-    literal = [value for value in _literals(annotation) if isinstance(value, str)]
-    return [*literal, *{"kernel": ["exact", "xqa"]}.get(name, [])]
+    if name == "kernel":
+        return ["exact", *(f"release:{facts.since}" for facts in load_release_ranges()), "xqa"]
+    return [value for value in _literals(annotation) if isinstance(value, str)]
 
 
 def _literals(annotation: Any) -> list[Any]:

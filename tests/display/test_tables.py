@@ -42,6 +42,12 @@ def test_hidden_rows_are_counted():
     assert str(table).count("\n") == 12
 
 
+def test_an_empty_table_is_a_sentence():
+    assert str(Table(("gate",), [], title="Gates", note="Every gate passes.")) == "Gates: Every gate passes."
+    assert "<table" not in Table(("gate",), []).to_html()
+    assert "none" in Table(("gate",), []).to_html()
+
+
 def test_a_row_of_the_wrong_length_is_refused():
     with pytest.raises(ValueError, match="2 cells for 1 columns"):
         Table(("a",), [(1, 2)])
