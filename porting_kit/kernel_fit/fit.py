@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from porting_kit.errors import CheckpointError, ConversionError
+from porting_kit.kernel_fit.activations import HeadMoments
 from porting_kit.kernel_fit.alibi import fold_alibi
 from porting_kit.kernel_fit.attention_tensors import FITTED_SUFFIXES
 from porting_kit.kernel_fit.exact_transforms import Fitted, fold_scale, pad_head_size, pad_query_groups
 from porting_kit.kernel_fit.note import FitNote
 from porting_kit.kernel_fit.plan import FitPlan
-from porting_kit.kernel_fit.truncation import HeadMoments, truncate_heads
+from porting_kit.kernel_fit.truncation import truncate_heads
 
 TRANSFORMS: Mapping[str, Callable[..., Fitted]] = {
     "fold_scale": fold_scale,

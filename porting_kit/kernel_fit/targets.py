@@ -21,8 +21,8 @@ from porting_kit.kernel_fit.plan import FitPlan
 if TYPE_CHECKING:
     import torch
 
+    from porting_kit.kernel_fit.activations import HeadMoments
     from porting_kit.kernel_fit.note import FitNote
-    from porting_kit.kernel_fit.truncation import HeadMoments
 
 Target = tuple[PlannedTensor, "list[torch.Tensor]", "torch.Tensor"]
 

@@ -1,101 +1,32 @@
 """Make room in the heads of an ALiBi model: keep fewer dims of queries and keys than the head has.
 
 Without rotation the product of queries and keys is the same in every basis, so each head may choose its own. The basis
-taken here loses least of the product itself, judged by activations: with second moments Sq of the queries and Sk of
-the (centred) keys, the best rank-r stand-in for the identity is the truncated singular value decomposition of
-Sq^1/2 Sk^1/2, brought back by the inverse roots. The mean of the keys adds the same to every key's logit, which softmax
-ignores, so it neither counts nor stays. Values keep all their dims.
+taken here loses least of the product itself, judged by activations: with the second moment Sq of the queries and the
+covariance Sk of the keys under attention, the best rank-r stand-in for the identity is the truncated singular value
+decomposition of Sq^1/2 Sk^1/2, brought back by the inverse roots. The mean of the keys adds the same to every key's
+logit, which softmax ignores, so it neither counts nor stays. Values keep all their dims.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from porting_kit.errors import ConversionError
-from porting_kit.kernel_fit.attention_tensors import QKV_WEIGHT, HeadTensors
+from porting_kit.kernel_fit.activations import HeadMoments
+from porting_kit.kernel_fit.attention_tensors import HeadTensors
 from porting_kit.kernel_fit.exact_transforms import Fitted, Tensors, change_layers
 from porting_kit.kernel_fit.note import FitNote
 from porting_kit.kernel_fit.settings import ALIBI_KINDS, refuse_changed_rows
 
 LOGIT_BOUND_NATS = 0.35
 """Root mean square error of an attention logit, in the worst head, above which a truncation is refused."""
-FEWEST_TOKENS_PER_DIM = 4
 RIDGE = 1e-7
 """Added to the moments, relative to their mean diagonal, so that directions without activation can be inverted."""
-
-
-@dataclass(frozen=True)
-class HeadMoments:
-    """Second moments of one layer's queries and keys over calibration tokens.
-
-    Args:
-        query: mean of q q^T, float64 [H, D, D].
-        key: covariance of k, float64 [K, D, D].
-        key_mean: float64 [K, D].
-        tokens: how many tokens were seen.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    key_mean: torch.Tensor
-    tokens: int
-
-
-class RecordedModel(Protocol):
-    """A model whose sub-modules' outputs can be recorded (an emulated model)."""
-
-    config: dict[str, Any]
-
-    def new_cache(self, batch_size: int, capacity_tokens: int) -> Any: ...
-    def prefill(self, prompts: Sequence[torch.Tensor], cache: Any, *, all_logits: bool = False) -> Any: ...
-    def record(self, names: str) -> Any: ...
-
-
-def measure_activations(model: RecordedModel, prompts: Iterable[Sequence[int]]) -> dict[str, HeadMoments]:
-    """Run calibration prompts through an unfitted model and take moments of its queries and keys.
-
-    Args:
-        model: the unfitted model; prompts go through its context phase.
-        prompts: token ids; a few thousand tokens in all are enough for head size 128.
-
-    Returns:
-        layer prefix (`transformer.layers.0.`) -> moments.
-    """
-    size = model.config["head_size"]
-    heads, kv_heads = model.config["num_attention_heads"], model.config["num_key_value_heads"]
-    sums: dict[str, list[torch.Tensor]] = {}
-    tokens = 0
-    for prompt in prompts:
-        ids = torch.as_tensor(list(prompt), dtype=torch.long)
-        tokens += len(ids)
-        with torch.inference_mode(), model.record("*attention.qkv") as recorded:
-            model.prefill([ids], model.new_cache(1, len(ids)))
-        for name, outputs in recorded.items():
-            rows = torch.cat(list(outputs)).double().cpu().reshape(len(ids), -1, size)
-            query, key = rows[:, :heads], rows[:, heads : heads + kv_heads]
-            parts = [part.permute(1, 2, 0) @ part.transpose(0, 1) for part in (query, key)] + [key.sum(0)]
-            key_of = name.removesuffix(QKV_WEIGHT.removesuffix(".weight"))
-            seen = sums.get(key_of)
-            sums[key_of] = parts if seen is None else [a + b for a, b in zip(seen, parts, strict=True)]
-    if not sums or tokens < FEWEST_TOKENS_PER_DIM * size:
-        raise ConversionError(
-            "too few calibration tokens to choose a basis for the heads",
-            expected=f"at least {FEWEST_TOKENS_PER_DIM * size} tokens for head size {size}",
-            found=f"{tokens} tokens",
-            next_step="give more or longer prompts",
-        )
-    return dict(_finish_moments(sums, tokens))
-
-
-def _finish_moments(sums: Mapping[str, list[torch.Tensor]], tokens: int) -> Iterator[tuple[str, HeadMoments]]:
-    for prefix, (query, key, total) in sums.items():
-        mean = total / tokens
-        yield prefix, HeadMoments(query / tokens, key / tokens - mean[:, :, None] * mean[:, None, :], mean, tokens)
 
 
 @dataclass(frozen=True)
@@ -105,7 +36,8 @@ class HeadBasis:
     Args:
         query, key: float64 [r, D]; new = matrix @ old.
         discarded_share: part of the logit's variance that is lost.
-        logit_error_nats: root mean square of what is lost, in nats, over queries and keys of the calibration.
+        logit_error_nats: root mean square of what is lost, in nats, over queries of the calibration and the keys they
+            attend to, each by its attention.
     """
 
     query: torch.Tensor
