@@ -43,7 +43,7 @@ class ModelInputs:
         utils = namespace.import_module("tensorrt_llm.models.modeling_utils")
         self._attention_params = KnownCall(layers.AttentionParams)
         self._cache_params = KnownCall(layers.KeyValueCacheParams)
-        self._spec_class = KnownCall(getattr(layers, "SpecDecodingParams", dict))
+        self._spec_class = KnownCall(getattr(layers, "SpecDecodingParams", layers.AttentionParams))
         names = inspect.signature(utils.DecoderModelForCausalLM.forward).parameters
         self._spec_names = [name for name in names if name.startswith(("medusa_", "spec_decoding_"))]
         self._num_layers = num_layers

@@ -13,6 +13,8 @@ import builtins
 import contextlib
 import enum
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import logging
 import sys
@@ -30,6 +32,8 @@ from porting_kit.emulator.tensorrt_types import build_tensorrt_module
 from porting_kit.errors import EmulatorError
 
 PACKAGE = "tensorrt_llm"
+# Names that mean a namespace's own modules inside it.
+OWN_ROOTS = frozenset({PACKAGE, "tensorrt", "strenum"})
 # Imported as they are. Every other package is loaded when one of its names is used, so that a model definition imports
 # without it.
 PLAIN_PACKAGES = frozenset({"torch", "numpy", "safetensors", "packaging"}) | sys.stdlib_module_names
@@ -91,17 +95,20 @@ class Namespace:
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Put the namespace's modules into sys.modules for code that imports by name at run time."""
-        saved = {name: sys.modules.get(name) for name in self.modules}
-        sys.modules.update(self.modules)
+        """Let code outside the namespace import its modules by name (scripts that call upstream's converters)."""
+        own = {name: module for name, module in sys.modules.items() if is_own(name)}
+        for name in own:
+            del sys.modules[name]
+        sys.modules.update({name: module for name, module in self.modules.items() if is_own(name)})
+        finder = NamespaceFinder(self)
+        sys.meta_path.insert(0, finder)
         try:
             yield
         finally:
-            for name, module in saved.items():
-                if module is None:
-                    sys.modules.pop(name, None)
-                else:
-                    sys.modules[name] = module
+            sys.meta_path.remove(finder)
+            for name in [name for name in sys.modules if is_own(name)]:
+                del sys.modules[name]
+            sys.modules.update(own)
 
     # -- import --------------------------------------------------------------------------------------------------
 
@@ -113,7 +120,7 @@ class Namespace:
             package = (globals or {}).get("__package__") or ""
             name = importlib.util.resolve_name("." * level + name, package)
         root = name.partition(".")[0]
-        if root in (PACKAGE, "tensorrt", "strenum"):
+        if root in OWN_ROOTS:
             return self._import_own(name, fromlist)
         if root in PLAIN_PACKAGES:
             return builtins.__import__(name, globals, locals, fromlist, 0)
@@ -216,6 +223,27 @@ class Namespace:
         parent, _, child = name.rpartition(".")
         if parent in self.modules:
             self.modules[parent].__dict__.pop(child, None)
+
+
+def is_own(name: str) -> bool:
+    """Whether a module name belongs to namespaces."""
+    return name.partition(".")[0] in OWN_ROOTS
+
+
+class NamespaceFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Serves a namespace's modules to ordinary imports while the namespace is active."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self) if is_own(name) else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return self._namespace.import_module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The namespace has executed it."""
 
 
 def compile_file(file: Path) -> CodeType:

@@ -32,8 +32,11 @@ def edit(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
-def test_interpreter_is_as_before(build: Callable[..., EmulatedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_is_as_before(
+    build: Callable[..., EmulatedModel], cases: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A real tensorrt_llm of the user stays what it is, and no module of the tree is left behind."""
+    cases("bloom")  # the reference imports transformers, which changes sys.meta_path
     theirs = ModuleType("tensorrt_llm")
     monkeypatch.setitem(sys.modules, "tensorrt_llm", theirs)
     before = {name: id(module) for name, module in sys.modules.items()}
@@ -137,11 +140,8 @@ def test_operation_that_is_not_emulated_names_symbol_file_and_line(copied_tree: 
     )
     file = copied_tree / "tensorrt_llm" / "models" / "llama" / "model.py"
     edit(file, "class LLaMAModel(Module):", "from ...functional import fancy_op\n\n\nclass LLaMAModel(Module):")
-    text = file.read_text()
-    assert "hidden_states = self.layers" in text
-    file.write_text(
-        text.replace("hidden_states = self.layers", "fancy_op(hidden_states)\n        hidden_states = self.layers")
-    )
+    before = "hidden_states = self.layers"
+    edit(file, before, f"fancy_op(hidden_states)\n        {before}")
     _, config, tensors = cases("llama")
     model = open_emulator(open_source_tree(copied_tree)).build_model(config, tensors)
     with pytest.raises(EmulatorError) as caught:
@@ -158,7 +158,7 @@ def test_an_error_of_the_named_module_itself_is_not_hidden(copied_tree: Path, ca
     namespace = open_emulator(open_source_tree(copied_tree)).namespace
     with pytest.raises(ZeroDivisionError, match="at import"):
         namespace.import_module("tensorrt_llm.models.llama.model")
-    with pytest.raises(EmulatorError, match="no module tensorrt_llm.models.nothing"):
+    with pytest.raises(EmulatorError, match="no module tensorrt_llm"):
         namespace.import_module("tensorrt_llm.models.nothing")
 
 

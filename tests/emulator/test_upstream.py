@@ -112,11 +112,12 @@ def test_own_converter_gives_the_same_bits(upstream: tuple[SourceTree, Emulator]
 
 
 def test_one_position_id_per_request(upstream: tuple[SourceTree, Emulator]) -> None:
-    """Learned positions where only the tree is passed on: wrong at batch 1, a shape error at batch 2; patched: right."""
+    """Learned positions with only the tree passed on: wrong at batch 1, a shape error at batch 2; patched: right."""
     tree, emulator = upstream
     _, config, tensors = build_case("opt", release=tree.release)
     patched = patch_model(tree, config["architecture"])
-    source, count = re.subn(r"spread_position_ids\(\s*position_ids,[^()]*\)", "position_ids", patched["module_source"])
+    call = r"(?<!def )spread_position_ids\(\s*position_ids,[^()]*\)"
+    source, count = re.subn(call, "position_ids", patched["module_source"])
     if count == 0:
         pytest.skip(f"{tree.release}: the patch does not compute positions in this tree's OPT")
     only_passed = {**patched, "module_source": source}
