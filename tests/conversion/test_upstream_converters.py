@@ -82,6 +82,9 @@ CASES = {
     "persimmon": Upstream("persimmon", from_model),
     "llama": Upstream("llama", from_model, changes={"attention_bias": False, "mlp_bias": False}),
     "mixtral": Upstream("mixtral", from_model),
+    "qwen": Upstream("qwen", from_model),
+    "qwen2": Upstream("qwen2", from_model),
+    "qwen2_moe": Upstream("qwen2_moe", from_model),
     "chatglm": Upstream("chatglm", from_model),
     "baichuan": Upstream("baichuan", from_model, rounded=("lm_head.weight",)),
     "bloom": Upstream(
