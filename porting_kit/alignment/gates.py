@@ -91,26 +91,29 @@ def summarise(gates: Sequence[Gate], texts: Sequence[JudgedText], fit: Approxima
     return f"{verdict}: all {total} tokens are the base's own, {ties} of them near-ties within measured noise"
 
 
-def compare_all(runs: Sequence[DecodeRun], main: DecodeRun, judged: Mapping[str, Sequence[JudgedText]]) -> list[Gate]:
-    """Main run against greedy, against other batch sizes, against itself once more."""
-    kinds: dict[str, list[DecodeRun]] = {"medusa equals greedy": [], "batches": [], "repeat": []}
-    for run in runs:
-        if run.name != main.name:
-            kind = {GREEDY: "medusa equals greedy", REPEAT: "repeat"}.get(run.name, "batches")
-            kinds[kind].append(run)
+def compare_all(runs: Sequence[DecodeRun], judged: Mapping[str, Sequence[JudgedText]]) -> list[Gate]:
+    """The main run (the first) against greedy and other batch sizes; the repeat against the run it repeats."""
+    main = runs[0].name
+    sizes = [run.name for run in runs if run.name not in (GREEDY, REPEAT)]
+    names = [run.name for run in runs]
+    kinds = {
+        "medusa equals greedy": [(main, GREEDY)] if GREEDY in names else [],
+        "batches": [(main, other) for other in sizes[1:]],
+        "repeat": [(sizes[-1], REPEAT)] if REPEAT in names else [],
+    }
     gates = []
-    for kind, others in kinds.items():
-        if others:
-            pairs = [compare_runs((main.name, run.name), judged[main.name], judged[run.name]) for run in others]
-            gates.append(_comparison_gate(kind, [run.name for run in others], [d for found in pairs for d in found]))
+    for kind, pairs in kinds.items():
+        if pairs:
+            differences = [found for pair in pairs for found in compare_runs(pair, judged[pair[0]], judged[pair[1]])]
+            gates.append(_comparison_gate(kind, pairs, differences))
     return gates
 
 
-def _comparison_gate(name: str, runs: Sequence[str], differences: Sequence[RunDifference]) -> Gate:
+def _comparison_gate(name: str, pairs: Sequence[tuple[str, str]], differences: Sequence[RunDifference]) -> Gate:
     real = [difference for difference in differences if not difference.is_near_tie]
     if not real:
         ties = f", {len(differences)} near-ties apart" if differences else ""
-        return Gate(name, True, f"same tokens as {', '.join(runs)}{ties}")
+        return Gate(name, True, f"{pairs[0][0]}: same tokens as {', '.join(other for _, other in pairs)}{ties}")
     first = real[0]
     return Gate(
         name,

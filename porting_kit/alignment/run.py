@@ -102,7 +102,7 @@ def align_port_outputs(
     gates = [
         judge_tokens(judged[main.name]),
         judge_logits(noise, None if fit else context_error, tree_error),
-        *compare_all(runs, main, judged),
+        *compare_all(runs, judged),
         *judge_heads(predicted, main.accepted_lengths),
         *judge_fit(fit),
     ]
@@ -193,7 +193,7 @@ def align_captured_outputs(
 def _run_everything(
     model: Any, tree: MedusaTree | None, prompts: list[list[int]], end_ids: Sequence[int], options: AlignmentOptions
 ) -> list[DecodeRun]:
-    """The main run first (smallest batch, logits kept), plain greedy, the other batch sizes, the main run again.
+    """The main run first (smallest batch, logits kept), plain greedy, the other batch sizes, the last of them again.
 
     The smallest batch is the main one, so that a fault of batching shows in its own gate.
     """
@@ -207,11 +207,9 @@ def _run_everything(
         )
 
     runs = [run(f"{kind} batch {sizes[0]}", tree, sizes[0], keep_logits=True)]
-    if tree is not None:
-        runs.append(run(GREEDY, None, sizes[-1]))
+    runs += [run(GREEDY, None, sizes[-1])] if tree is not None else []
     runs += [run(f"{kind} batch {size}", tree, size) for size in sizes[1:]]
-    runs.append(run(REPEAT, tree, sizes[0]))
-    return runs
+    return [*runs, run(REPEAT, tree, sizes[-1])]
 
 
 def _judge_runs(

