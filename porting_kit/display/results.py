@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from porting_kit.display.tables import Code, Facts, Folded, Stack, Table, VerdictMark
+from porting_kit.display.tables import Code, Facts, Folded, Preformatted, Stack, Table, VerdictMark
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict, not_covered
 
 LONG_VALUE = 60
@@ -173,6 +173,19 @@ def edits_table(edits: Iterable[Any]) -> Table:
     ]
     note = "" if rows else "The model already passes the arguments; only the Medusa class is added."
     return Table(("line", "method", "at", "added"), rows, title="Edits", note=note)
+
+
+def module_view(module: Any | None) -> Stack:
+    """The module for `--model_cls_file`, folded up; None when the model was refused."""
+    if module is None:
+        return Stack((Facts([], note="The model was refused, so there is no module."),))
+    lines = module.source.count("\n")
+    facts = [
+        ("file", Code(module.file_name)),
+        ("class", Code(module.class_name)),
+        ("base", Code(module.base_class_name)),
+    ]
+    return Stack((Facts(facts), Folded(f"The module, {lines} lines", Preformatted(module.source))))
 
 
 def flags_table(flags: Iterable[Any]) -> Table:

@@ -7,6 +7,8 @@ never guessed. Without it ipywidgets is not even imported.
 
 from __future__ import annotations
 
+import html
+import os
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -55,18 +57,18 @@ class Walker:
     def _build(self, noun: str) -> None:
         import ipywidgets
 
-        last = len(self.frames) - 1
-        self.slider = ipywidgets.IntSlider(0, 0, last, description=noun, continuous_update=False)
+        last = len(self.frames)
+        self.slider = ipywidgets.IntSlider(1, 1, last, description=noun, continuous_update=False)
         back, forward = ipywidgets.Button(description="◀ back"), ipywidgets.Button(description="next ▶")
-        back.on_click(lambda _: setattr(self.slider, "value", max(self.slider.value - 1, 0)))
+        back.on_click(lambda _: setattr(self.slider, "value", max(self.slider.value - 1, 1)))
         forward.on_click(lambda _: setattr(self.slider, "value", min(self.slider.value + 1, last)))
         self.view = ipywidgets.HTML()
         self.slider.observe(lambda change: self._show(change["new"]), names="value")
-        self._show(0)
+        self._show(1)
         self.box = ipywidgets.VBox([ipywidgets.HBox([back, forward, self.slider]), self.view])
 
     def _show(self, place: int) -> None:
-        label, make_frame = self.frames[place]
+        label, make_frame = self.frames[place - 1]
         self.view.value = f"<p><b>{label}</b></p>{make_frame().to_html()}"
 
     def _ipython_display_(self) -> None:
@@ -251,7 +253,8 @@ class PortForm:
 
     def _save_clicked(self) -> None:
         file = self.save()
-        self._saved_view.value = f'Saved. In the other notebooks: <code>port_file = "{file}"</code>'
+        shown = Path(os.path.relpath(file)).as_posix()
+        self._saved_view.value = f'Saved. In the other notebooks: <code>port_file = "{html.escape(shown)}"</code>'
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
