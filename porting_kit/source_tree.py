@@ -57,6 +57,10 @@ class SourceTree:
         """The package folder."""
         return self.root / PACKAGE_NAME
 
+    def model_names(self) -> tuple[str, ...]:
+        """Every architecture name in MODEL_MAP, also those whose class statement is not in the tree."""
+        return tuple(self._model_map())
+
     def model_classes(self) -> dict[str, ModelClass]:
         """Architecture name -> its class, for every MODEL_MAP entry whose class statement is in the tree."""
         found = {}

@@ -17,7 +17,7 @@ LAYERS = (
     {"errors", "outcomes", "provenance", "port", "run_folder"},
     {"releases", "architectures", "bundled"},
     {"source_tree", "patching", "conversion", "kernel_fit", "emulator", "medusa", "engine"},
-    {"alignment", "diagnosis"},
+    {"alignment", "diagnosis", "coverage"},
     {"steps"},
     {"cli", "display", "__main__"},
 )
@@ -32,6 +32,7 @@ NEIGHBOURS = {
     "engine": {"source_tree", "conversion", "medusa"},
     "alignment": set(),
     "diagnosis": {"alignment"},
+    "coverage": {"alignment"},
     "cli": set(),
     "display": set(),
     "__main__": {"cli"},

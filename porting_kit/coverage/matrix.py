@@ -1,0 +1,290 @@
+"""Measure a tree: one row after the other, each ended by a result, a refusal with its reason, or a failure with its."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from porting_kit.architectures.base_config import BaseConfig, read_base_config
+from porting_kit.architectures.releases import release_key
+from porting_kit.coverage.comparison import (
+    NEW_TOKENS,
+    compare_context,
+    compare_model,
+    continue_greedily,
+    coverage_tree,
+    draw_prompts,
+)
+from porting_kit.coverage.heads import write_fitted_heads
+from porting_kit.coverage.planned import PlannedRow
+from porting_kit.coverage.positions import (
+    compare_steps,
+    describe_control,
+    with_single_positions,
+    without_computed_positions,
+)
+from porting_kit.coverage.reference_models import ReferenceCase, make_reference, save_reference
+from porting_kit.coverage.row import Row
+from porting_kit.errors import BaseModelError, EnvironmentMissing, PortFileError, PortingKitError
+from porting_kit.patching import MedusaModule, PatchOutcome, build_medusa_module, patch_architecture
+from porting_kit.source_tree import SourceTree
+
+# float32 rounding of two ways to add up the same products; measured 2e-7 to 3e-6.
+BOUND = 1e-5
+NO_FAMILY = "no architectures/ file"
+
+
+class RowRefused(Exception):
+    """The release, the class or the family cannot do this; the text is the row's reason."""
+
+
+class RowFailed(Exception):
+    """A comparison did not come out; the text is the row's reason."""
+
+
+@dataclass
+class Findings:
+    """What is known of a row so far: kept when the row ends early."""
+
+    patched: str | None = None
+    context_error: float | None = None
+    tree_error: float | None = None
+    heads_error: float | None = None
+    tokens_equal: bool | None = None
+    tokens_per_step: float | None = None
+    inherent: tuple[str, ...] = ()
+    note: str | None = None
+
+
+@dataclass
+class TreeCoverage:
+    """One tree while it is measured. Patches, models and the tree's imported code are kept from row to row.
+
+    Args:
+        tree: the tree; its Python code is executed.
+        folder: where models are saved.
+    """
+
+    tree: SourceTree
+    folder: Path
+    _emulator: Any = None
+    _patches: dict[str, tuple[PatchOutcome, MedusaModule | None]] = field(default_factory=dict)
+    _models: dict[tuple[str, str | None], tuple[Path, Any]] = field(default_factory=dict)
+
+    def measure_row(self, planned: PlannedRow) -> Row:
+        """One row. Whatever goes wrong is the row's reason; nothing is raised but an interrupt."""
+        started, found, status, reason = time.perf_counter(), Findings(), "aligned", None
+        try:
+            self._measure(planned, found)
+        except RowRefused as refusal:
+            status, reason = "refused", str(refusal)
+        except RowFailed as failure:
+            status, reason = "failed", str(failure)
+        except (Exception, SystemExit) as error:
+            status, reason = "failed", describe_error(error)
+        seconds = time.perf_counter() - started
+        return Row(planned.arch, planned.text, status, reason=reason, seconds=seconds, **vars(found))
+
+    def _measure(self, planned: PlannedRow, found: Findings) -> None:
+        arch, case = planned.arch, planned.case
+        if arch not in self.tree.model_names():
+            raise RowRefused(f"TensorRT-LLM {self.tree.release} has no architecture {arch}")
+        outcome, module = self._patch(arch)
+        found.patched = outcome.status
+        if module is None:
+            raise RowRefused(outcome.reason)
+        if case is None:
+            raise RowRefused(NO_FAMILY)
+        base, folder, reference = self._open_model(planned, case)
+        require_expressible(base, self.tree.release)
+        is_defective = case.defect is not None and is_before(self.tree.release, case.defect.until)
+        if is_defective:
+            case.defect.give(reference.model)
+        if planned.position_batch:
+            self._compare_positions(planned, folder, reference, module, found)
+        else:
+            self._compare(planned, base, folder, reference, module, found)
+        if is_defective:
+            raise RowRefused(f"{case.defect.what}; with the reference changed so, everything else agrees")
+
+    def _compare(
+        self, planned: PlannedRow, base: BaseConfig, folder: Path, reference: Any, module: MedusaModule, found: Findings
+    ) -> None:
+        """Unmodified model, patched model with heads, Medusa's tokens, against the reference."""
+        from porting_kit.alignment.inherent import choose_differences, matched_to_library
+
+        prompts = draw_prompts(reference.vocab_size)
+        plain = self.emulator.build_model(*self._convert(planned, folder))
+        _, logits = compare_context(plain, reference, prompts)
+        applying = choose_differences(reference, base.definition.differences, prompts, logits)
+        found.inherent = tuple(difference.name for difference in applying)
+        with matched_to_library(reference, applying):
+            found.context_error, _ = compare_context(plain, reference, prompts)
+            require_bound("context logits of the unmodified model", found.context_error)
+            config, tensors, texts = self._convert_with_heads(planned, folder, reference, prompts)
+            model = self._build_medusa(config, tensors, module.source, module)
+            errors = compare_model(model, reference, prompts, tensors)
+            found.context_error = max(found.context_error, errors.context)
+            found.tree_error, found.heads_error = errors.tree, errors.heads
+            self._compare_tokens(model, prompts, texts, found)
+        require_bound("context logits", found.context_error)
+        require_bound("logits at the nodes of a tree", found.tree_error)
+        require_bound("logits of the Medusa heads", found.heads_error)
+        require_tokens(found)
+
+    def _compare_positions(
+        self, planned: PlannedRow, folder: Path, reference: Any, module: MedusaModule, found: Findings
+    ) -> None:
+        """The patched model where the runtime feeds one position id per request, and a control without the patch."""
+        try:
+            emulator = with_single_positions(self.emulator, self.tree.release)
+        except PortFileError as error:
+            raise RowRefused(error.subject) from error
+        prompts = draw_prompts(reference.vocab_size)[: planned.position_batch]
+        config, tensors, texts = self._convert_with_heads(planned, folder, reference, prompts)
+        model = self._build_medusa(config, tensors, module.source, module, emulator)
+        found.context_error, _ = compare_context(model, reference, prompts)
+        found.tree_error = compare_steps(model, reference, prompts)
+        self._compare_tokens(model, prompts, texts, found)
+        require_bound("context logits", found.context_error)
+        require_bound("logits at the nodes of a tree", found.tree_error)
+        require_tokens(found)
+        without = without_computed_positions(module.source)
+        found.note = describe_control(
+            emulator, lambda limited: self._build_medusa(config, tensors, without, module, limited), reference, prompts
+        )
+        if found.note is None:
+            raise RowFailed("the model is right without computed positions too, so this case shows nothing")
+
+    def _compare_tokens(
+        self, model: Any, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], found: Findings
+    ) -> None:
+        from porting_kit.medusa.decoding import generate_medusa
+
+        generation = generate_medusa(model, coverage_tree(), prompts, NEW_TOKENS)
+        wanted = [list(text[len(prompt) :]) for text, prompt in zip(texts, prompts, strict=True)]
+        found.tokens_equal = generation.tokens == wanted
+        lengths = [length for row in generation.accepted_lengths for length in row]
+        found.tokens_per_step = sum(lengths) / len(lengths)
+
+    @property
+    def emulator(self) -> Any:
+        """The tree's own code, imported at the first use."""
+        from porting_kit.emulator import open_emulator
+
+        if self._emulator is None:
+            self._emulator = open_emulator(self.tree)
+        return self._emulator
+
+    def _patch(self, arch: str) -> tuple[PatchOutcome, MedusaModule | None]:
+        """Patch the class's file once, whatever names it has in MODEL_MAP."""
+        model = self.tree.find_model(arch)
+        key = f"{model.file}:{model.class_name}"
+        if key not in self._patches:
+            outcome = patch_architecture(self.tree, arch)
+            module = None if outcome.status == "refused" else build_medusa_module(self.tree, arch)
+            self._patches[key] = outcome, module
+        return self._patches[key]
+
+    def _open_model(self, planned: PlannedRow, case: ReferenceCase) -> tuple[BaseConfig, Path, Any]:
+        from porting_kit.alignment.reference import reference_from_model
+
+        key = case.name, planned.hugging_face_class
+        if key not in self._models:
+            try:
+                model = make_reference(case)
+            except EnvironmentMissing as error:
+                raise RowRefused(error.subject) from error
+            folder = self.folder / f"model{len(self._models)}"
+            save_reference(case, model, folder, hugging_face_class=planned.hugging_face_class)
+            self._models[key] = folder, reference_from_model(model)
+        folder, reference = self._models[key]
+        return read_base_config(folder), folder, reference
+
+    def _convert(self, planned: PlannedRow, folder: Path, heads: Path | None = None) -> tuple[dict[str, Any], Any]:
+        from porting_kit.conversion import checkpoint_tensors
+
+        config, tensors = checkpoint_tensors(
+            folder, heads, dtype="float32", max_draft_len=coverage_tree().num_drafts, release=self.tree.release
+        )
+        return {**config, "architecture": planned.arch}, tensors
+
+    def _convert_with_heads(
+        self, planned: PlannedRow, folder: Path, reference: Any, prompts: Sequence[Sequence[int]]
+    ) -> tuple[dict[str, Any], Any, list[list[int]]]:
+        """A checkpoint with heads that are fitted to the reference's own greedy texts, and those texts."""
+        texts = continue_greedily(reference, prompts, NEW_TOKENS)
+        states = reference.hidden_states(texts)
+        heads = write_fitted_heads(states, texts, reference.vocab_size, folder / "heads" / "medusa_lm_head.safetensors")
+        return *self._convert(planned, folder, heads), texts
+
+    def _build_medusa(
+        self, config: dict[str, Any], tensors: Any, source: str, module: MedusaModule, emulator: Any = None
+    ) -> Any:
+        builder = self.emulator if emulator is None else emulator
+        return builder.build_model(config, tensors, module_source=source, class_name=module.class_name)
+
+
+def cover_tree(
+    tree: SourceTree, planned_rows: Iterable[PlannedRow], progress: Callable[[Row], None] | None = None
+) -> tuple[Row, ...]:
+    """Measure every planned row of a tree.
+
+    Args:
+        tree: the tree; its Python code is executed.
+        planned_rows: of `plan_rows`.
+        progress: called with each row when it is done.
+    """
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="porting-kit-coverage-") as folder:
+        coverage = TreeCoverage(tree, Path(folder))
+        for planned in planned_rows:
+            rows.append(coverage.measure_row(planned))
+            if progress is not None:
+                progress(rows[-1])
+    return tuple(rows)
+
+
+def require_expressible(base: BaseConfig, release: str) -> None:
+    """Raise RowRefused when the release or the class cannot express the model."""
+    from porting_kit.conversion.convert import require_release
+
+    try:
+        require_release(base, release)
+        base.for_release(release).require_supported()
+    except BaseModelError as error:
+        since = f" ({error.expected})" if error.expected else ""
+        raise RowRefused(f"{error.subject}{since}") from error
+
+
+def require_bound(what: str, error: float | None) -> None:
+    """Raise RowFailed unless an error is a number within the bound."""
+    if error is None or not error <= BOUND:
+        raise RowFailed(f"{what} differ from Hugging Face by {error:.2g} of the largest logit (bound {BOUND:g})")
+
+
+def require_tokens(found: Findings) -> None:
+    """Raise RowFailed unless Medusa emitted the base's tokens, and accepted drafts on the way."""
+    if not found.tokens_equal:
+        raise RowFailed("Medusa's tokens are not the base's greedy tokens")
+    if not found.tokens_per_step > 1:
+        raise RowFailed("no draft was ever accepted, so acceptance was not tested")
+
+
+def is_before(release: str, other: str) -> bool:
+    """Whether a release number lies before another; no for texts that are no release number."""
+    key = release_key(release)
+    return key is not None and key < release_key(other)
+
+
+def describe_error(error: BaseException) -> str:
+    """Kind and first line of an exception; of this package's own also what was found."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else "no message"
+    if isinstance(error, PortingKitError) and error.found:
+        text = f"{text} (found: {error.found.splitlines()[0]})"
+    return f"{type(error).__name__}: {text}"
