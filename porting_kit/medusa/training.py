@@ -202,7 +202,10 @@ def write_trained_heads(trained: TrainedHeads, settings: TrainingSettings, folde
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m porting_kit.medusa.training", description=main.__doc__)
+    epilog = "The options without a text are the fields of TrainingSettings, whose docstring explains them."
+    parser = argparse.ArgumentParser(
+        prog="python -m porting_kit.medusa.training", description=main.__doc__, epilog=epilog
+    )
     parser.add_argument("base", type=Path, help="a Hugging Face folder or a GGUF file")
     parser.add_argument("out", type=Path, help="folder for the heads")
     parser.add_argument("--texts", type=Path, help="text file, or .xz of training_text; default: collected anew")
@@ -213,7 +216,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, default in asdict(TrainingSettings()).items():
         kind = type((*default, "")[0]) if isinstance(default, tuple) else type(default)
         several = {"nargs": "*"} if isinstance(default, tuple) else {}
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, **several)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help="default: %(default)s", **several)
     return parser.parse_args(arguments)
 
 
