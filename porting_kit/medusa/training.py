@@ -202,7 +202,7 @@ def write_trained_heads(trained: TrainedHeads, settings: TrainingSettings, folde
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    epilog = "The options without a text are the fields of TrainingSettings, whose docstring explains them."
+    epilog = "The options that show only a default are the fields of TrainingSettings; its docstring explains them."
     parser = argparse.ArgumentParser(
         prog="python -m porting_kit.medusa.training", description=main.__doc__, epilog=epilog
     )
@@ -216,7 +216,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, default in asdict(TrainingSettings()).items():
         kind = type((*default, "")[0]) if isinstance(default, tuple) else type(default)
         several = {"nargs": "*"} if isinstance(default, tuple) else {}
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help="default: %(default)s", **several)
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=kind, default=default, help="default: %(default)s", **several)
     return parser.parse_args(arguments)
 
 
