@@ -6,6 +6,7 @@ without loading anything again.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from porting_kit.engine.captured import (
     read_captured_tokens,
     write_captured_tokens,
 )
+from porting_kit.kernel_fit.fit import CONFIG_KEY
 from porting_kit.medusa.tree import MedusaTree, read_tree
 from porting_kit.outcomes import Verdict
 from porting_kit.releases.kernels import KernelProfile, kernel_profile
@@ -138,6 +140,15 @@ class AlignmentSession:
         return read_reference_heads(self.head_set, self.reference)
 
     @property
+    def approximate_fit_notes(self) -> tuple[str, ...]:
+        """What an approximate kernel fit did to the checkpoint; empty when there is none or it is exact."""
+        config = json.loads((self.run.folder.checkpoint / "config.json").read_text(encoding="utf-8"))
+        record = config.get(CONFIG_KEY)
+        if not record or record["exact"]:
+            return ()
+        return tuple(f"{note['transform']}: {note['what']}" for note in record["notes"])
+
+    @property
     def options(self) -> AlignmentOptions:
         """What to run and how strictly, from the port file."""
         wanted = self.run.port.alignment
@@ -146,6 +157,7 @@ class AlignmentSession:
             batch_sizes=tuple(wanted.batch_sizes) if wanted.batch_sizes else None,
             near_tie_tolerance=wanted.near_tie_tolerance,
             differences=self.base.definition.differences,
+            fit_notes=self.approximate_fit_notes,
         )
 
     def align(self, model: Any = None, tree: MedusaTree | None = None) -> AlignmentResult:

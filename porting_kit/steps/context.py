@@ -39,6 +39,9 @@ class PortRun:
     def inputs(self, step: str) -> dict[str, str]:
         """Name -> hash of everything the step's result depends on. A change makes the result stale."""
         fields = STEP_FIELDS[step]
+        if fields and self.port.fit != "off":
+            # A fit is made for the kernels of the target.
+            fields = tuple(dict.fromkeys((*fields, "kernel", "target", "dtype")))
         hashes = {f"port.{name}": hash_value(self.port.fields(name)) for name in fields}
         if "base" in fields:
             hashes["base files"] = fingerprint_path(self.port.base_path)

@@ -14,7 +14,8 @@ from porting_kit.conversion.tensor_source import open_tensor_source
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.run_folder import replace_folder, write_json
 from porting_kit.steps.context import PortRun, finish_step, running_step
-from porting_kit.steps.preflight import open_port_tree, read_port_heads, read_port_tree, refuse_unfinished_fit
+from porting_kit.steps.fit import describe_fit, measure_port_activations, plan_port_fit
+from porting_kit.steps.preflight import open_port_tree, read_port_heads, read_port_tree, target_profile
 
 RECEIPT = "receipt.json"
 TREE_FILE = "medusa_choices.json"
@@ -44,7 +45,8 @@ def convert_port(run: PortRun) -> ConvertResult:
         base = read_base_config(port.base_path, open_tensor_source(port.base_path).names())
         heads = read_port_heads(port, base, check_values=True)
         tree = read_port_tree(port, heads)
-        refuse_unfinished_fit(port, base)
+        fit = plan_port_fit(port, base, target_profile(port, source_tree))
+        activations = measure_port_activations(port, source_tree, fit)
         with replace_folder(run.folder.checkpoint) as folder:
             conversion = convert_checkpoint(
                 port.base_path,
@@ -54,6 +56,7 @@ def convert_port(run: PortRun) -> ConvertResult:
                 tp_size=port.target.tp_size,
                 pp_size=port.target.pp_size,
                 release=None if source_tree.kind == "bundled" else source_tree.release,
+                fit=fit.for_conversion(activations) if fit.steps else None,
             )
             write_json(folder / RECEIPT, conversion.receipt())
             write_json(folder / TREE_FILE, tree.choices())
@@ -79,6 +82,7 @@ def convert_port(run: PortRun) -> ConvertResult:
                 "tree_nodes": tree.num_nodes,
                 "bytes": sum((run.folder.checkpoint / name).stat().st_size for name in names),
                 "warnings": list(conversion.warnings),
+                "fit": describe_fit(fit),
             },
             products=tuple(f"checkpoint/{name}" for name in (*names, RECEIPT, TREE_FILE)),
         )

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from porting_kit.architectures.base_config import read_base_config
+from porting_kit.conversion.tensor_source import open_tensor_source
 from porting_kit.errors import PatchError
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.patching import MedusaModule, build_medusa_module, write_patch
 from porting_kit.steps.context import PortRun, finish_step, running_step
-from porting_kit.steps.preflight import open_port_tree
+from porting_kit.steps.fit import describe_fit, plan_port_fit
+from porting_kit.steps.preflight import open_port_tree, target_profile
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,11 @@ def patch_port(run: PortRun) -> PatchResult:
     """
     with running_step(run, "patch") as watch:
         tree = open_port_tree(run.port)
-        base = read_base_config(run.port.base_path)
+        base = read_base_config(run.port.base_path, open_tensor_source(run.port.base_path).names())
         architecture = base.architecture
+        fit = plan_port_fit(run.port, base, target_profile(run.port, tree))
         try:
-            module = build_medusa_module(tree, architecture)
+            module = build_medusa_module(tree, architecture, fit=fit if fit.steps else None)
         except PatchError as error:
             outcome = StepOutcome(
                 "patch", Verdict.REFUSED, error.subject, figures=error.as_dict(), failing_gate="patch"
@@ -69,6 +72,7 @@ def patch_port(run: PortRun) -> PatchResult:
                 "status": module.outcome.status,
                 "edits": len(module.outcome.edits),
                 "class_name": module.class_name,
+                "fit": describe_fit(fit),
             },
             products=tuple(str(file.relative_to(run.folder.root)) for file in files),
         )

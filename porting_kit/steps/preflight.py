@@ -17,7 +17,8 @@ from porting_kit.conversion.config_fields import FieldRow, build_config
 from porting_kit.conversion.heads import HeadSet, read_head_set
 from porting_kit.conversion.plan import ConversionPlan, plan_conversion
 from porting_kit.conversion.tensor_source import open_tensor_source
-from porting_kit.errors import PortFileError
+from porting_kit.errors import BaseModelError, PortFileError
+from porting_kit.kernel_fit.plan import FitPlan
 from porting_kit.medusa.tree import MedusaTree, read_tree
 from porting_kit.medusa.tree_limits import check_tree, trim_tree
 from porting_kit.outcomes import StepOutcome, Verdict
@@ -46,6 +47,7 @@ from porting_kit.releases.resources import (
 from porting_kit.releases.shape import AttentionShape, attention_shape
 from porting_kit.source_tree import SourceTree, open_source_tree
 from porting_kit.steps.context import PortRun, finish_step, open_port_run, running_step
+from porting_kit.steps.fit import describe_fit, plan_port_fit
 
 MAX_DRAFT_LEN = 63
 STOCK_TREE = "mc_sim_7b_63"
@@ -63,7 +65,8 @@ class PreflightResult:
         tree: the tree of the port, trimmed to the heads when the port leaves it to us.
         plan: the conversion as it would be done.
         field_table: the config fields the checkpoint would get.
-        shape: the attention shape the gates judged.
+        shape: the attention shape as it is.
+        fit: the kernel fit that was planned; None when `auto` finds none.
         target_release: the release whose kernels were judged, None when the port names none.
         pin: which release to build with, and why.
     """
@@ -76,6 +79,7 @@ class PreflightResult:
     plan: ConversionPlan
     field_table: tuple[FieldRow, ...]
     shape: AttentionShape
+    fit: FitPlan | None
     target_release: str | None
     pin: Pin
 
@@ -125,14 +129,16 @@ def check_port(port: Port) -> PreflightResult:
 
     profile = target_profile(port, source_tree)
     shape = attention_shape(base, port.target, dtype=port.dtype, positions_in_graph=True)
+    fit = _plan_fit_if_possible(port, base, profile)
+    fitted = fit.fitted if fit is not None else shape
     gates = (
-        *evaluate_gates(shape, profile),
+        *evaluate_gates(shape, profile, fitted=fitted),
         *_port_gates(port, base, heads, tree, profile),
-        *_resource_gates(port, base, heads, tree, plan),
+        *_resource_gates(port, base, heads, tree, plan, fitted),
     )
-    pin = pin_release(shape)
+    pin = pin_release(fitted)
     return PreflightResult(
-        outcome=_judge(gates, profile, pin),
+        outcome=_judge(gates, profile, pin, fit),
         gates=gates,
         base=base,
         heads=heads,
@@ -140,6 +146,7 @@ def check_port(port: Port) -> PreflightResult:
         plan=plan,
         field_table=field_table,
         shape=shape,
+        fit=fit,
         target_release=profile.release,
         pin=pin,
     )
@@ -204,19 +211,12 @@ def read_port_tree(port: Port, heads: HeadSet) -> MedusaTree:
     return tree
 
 
-def refuse_unfinished_fit(port: Port, base: BaseConfig) -> None:
-    """Kernel fit by name, or a fit that `auto` would need, is not part of this version; never ignore the wish.
-
-    Raises:
-        PortFileError: the port asks for a transform.
-    """
-    if isinstance(port.fit, list) and port.fit:
-        raise PortFileError(
-            "this version has no kernel fit",
-            expected="fit: off",
-            found=f"fit: {port.fit} for {base.architecture}",
-            next_step="remove the fit; preflight says what each gate needs",
-        )
+def _plan_fit_if_possible(port: Port, base: BaseConfig, profile: KernelProfile) -> FitPlan | None:
+    """The fit, or None where no combination passes: the gates then show which one is not mended."""
+    try:
+        return plan_port_fit(port, base, profile)
+    except BaseModelError:
+        return None
 
 
 def _port_gates(
@@ -257,7 +257,7 @@ def _port_gates(
 
 
 def _resource_gates(
-    port: Port, base: BaseConfig, heads: HeadSet, tree: MedusaTree, plan: ConversionPlan
+    port: Port, base: BaseConfig, heads: HeadSet, tree: MedusaTree, plan: ConversionPlan, fitted: AttentionShape
 ) -> tuple[GateResult, ...]:
     target = port.target
     parameters = count_parameters(piece.shape for planned in plan.tensors for piece in planned.pieces)
@@ -267,8 +267,8 @@ def _resource_gates(
         dtype=port.dtype,
         kv_token_bytes=kv_bytes_per_token(
             num_layers=base.num_layers,
-            kv_heads=base.num_kv_heads,
-            head_size=base.head_size,
+            kv_heads=fitted.kv_heads,
+            head_size=fitted.head_size,
             cache_dtype=cache_dtype,
             tp_size=target.tp_size,
             pp_size=target.pp_size,
@@ -292,7 +292,7 @@ def _resource_gates(
     )
 
 
-def _judge(gates: tuple[GateResult, ...], profile: KernelProfile, pin: Pin) -> StepOutcome:
+def _judge(gates: tuple[GateResult, ...], profile: KernelProfile, pin: Pin, fit: FitPlan | None) -> StepOutcome:
     refused = [gate for gate in gates if gate.verdict == "refused"]
     silent = [gate for gate in gates if gate.verdict == "silent" and gate.name not in ADVISORY_GATES]
     worst = (refused or silent or [None])[0]
@@ -304,6 +304,7 @@ def _judge(gates: tuple[GateResult, ...], profile: KernelProfile, pin: Pin) -> S
         "gates_silent": [gate.name for gate in gates if gate.verdict == "silent"],
         "pin": pin.candidate.facts.name,
         "pin_reason": pin.reason,
+        "fit": describe_fit(fit) if fit is not None else None,
     }
     if worst is None:
         return StepOutcome("preflight", Verdict.PASS, f"{len(gates)} gates pass ({where})", figures=figures)
@@ -329,6 +330,8 @@ def format_preflight(result: PreflightResult) -> str:
     ]
     for warning in result.heads.warnings:
         lines.append(f"warning: {warning}")
+    if result.fit is not None and result.fit.steps:
+        lines.append(f"fit: {result.fit}")
     lines.append(f"release to build with: {result.pin.reason}")
     lines.append(f"preflight: {result.outcome.verdict.value} - {result.outcome.summary}")
     return "\n".join(lines)

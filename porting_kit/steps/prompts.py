@@ -89,3 +89,18 @@ def tokenize_prompts(port: Port, tokenizer: Any, vocab_size: int) -> tuple[list[
             where=port.base_path,
         )
     return ids, f"{len(ids)} texts, {min(map(len, ids))} to {max(map(len, ids))} tokens"
+
+
+def load_tokenizer(port: Port) -> Any:
+    """The base's own tokenizer, None when the base brings none. Never reaches for a network."""
+    from transformers import AutoTokenizer
+
+    path = port.base_path
+    options = {"local_files_only": True, "trust_remote_code": False}
+    where = path
+    if path.suffix == ".gguf":
+        where, options = path.parent, {**options, "gguf_file": path.name}
+    try:
+        return AutoTokenizer.from_pretrained(str(where), **options)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
