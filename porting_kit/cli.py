@@ -161,11 +161,30 @@ def run(
 
 
 @app.command()
+def coverage(
+    source: Annotated[
+        str, typer.Option("--source", help="A TensorRT-LLM checkout, its package, installed or bundled.")
+    ],
+    arch: Annotated[
+        list[str] | None, typer.Option("--arch", help="Only this architecture of the tree; may be given again.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Patch, run and compare every decoder of a tree with Hugging Face. Runs the tree's code: trust it."""
+    from porting_kit.steps.coverage import check_coverage, format_coverage
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    _report(lambda: check_coverage(source, architectures=arch or (), progress=say), format_coverage, as_json)
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option("--out", help="Where the demo's run folders go.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Port the embedded Bloom twice: on a release's kernels, which drop its ALiBi bias, and on exact arithmetic."""
+    """Port the embedded Bloom on kernels that drop its ALiBi bias, in exact arithmetic, and fitted to those kernels."""
     from porting_kit.steps.demo import format_demo, run_demo
 
     _report(lambda: run_demo(out), format_demo, as_json)

@@ -19,7 +19,7 @@ def render_comparison(sides: Sequence[Any], texts: Sequence[tuple[str, Sequence[
         texts: a prompt and what each side said.
     """
     return page_template("comparison.html.j2").render(
-        title="The same port on two kernels",
+        title="The same model, three ports",
         overview=_overview(sides),
         texts=[(prompt, list(zip(sides, said, strict=False))) for prompt, said in texts],
         sides=[(side, _details(side.alignment)) for side in sides],
