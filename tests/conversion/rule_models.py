@@ -49,6 +49,7 @@ RAW: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma": ("GemmaForCausalLM", {**LIKE_LLAMA, "head_dim": 16, "vocab_size": 40}),
     "gemma2": ("Gemma2ForCausalLM", {**LIKE_LLAMA, "head_dim": 16, "query_pre_attn_scalar": 16, "vocab_size": 40}),
+    "gemma3": ("Gemma3ForCausalLM", {**LIKE_LLAMA, "head_dim": 16, "sliding_window": 16, "vocab_size": 40}),
     "gpt2": ("GPT2LMHeadModel", LIKE_GPT2),
     "gpt_bigcode": ("GPTBigCodeForCausalLM", LIKE_GPT2),
     "gptj": ("GPTJForCausalLM", {**LIKE_GPT2, "rotary_dim": 4}),
@@ -68,6 +69,8 @@ RAW: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen": ("QWenLMHeadModel", {**ALL_HEADS, "intermediate_size": 96, "layer_norm_epsilon": 1e-6}),
     "qwen2": ("Qwen2ForCausalLM", {**LIKE_LLAMA, "rope_theta": 1e6}),
     "qwen2_moe": ("Qwen2MoeForCausalLM", {**LIKE_LLAMA, **MOE, "shared_expert_intermediate_size": 24}),
+    "qwen3": ("Qwen3ForCausalLM", {**LIKE_LLAMA, "head_dim": 16}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**LIKE_LLAMA, **MOE, "head_dim": 16, "norm_topk_prob": True}),
     "starcoder2": ("Starcoder2ForCausalLM", LIKE_LLAMA),
 }
 

@@ -18,7 +18,7 @@ from porting_kit.architectures.releases import release_key
 from porting_kit.conversion import checkpoint_tensors
 from porting_kit.emulator import open_emulator
 from porting_kit.source_tree import open_source_tree
-from tests.conversion.tiny_families import CASES, V, reference_logits, save_tiny
+from tests.conversion.tiny_families import CASES, EditedClass, V, reference_logits, save_tiny
 
 TOLERANCE = 1e-5
 BUNDLED = (
@@ -48,18 +48,38 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
-def largest_error(tree, folder: Path, reference: torch.nn.Module, change=None) -> float:
+def largest_error(tree, folder: Path, reference: torch.nn.Module, change=None, edited: EditedClass | None = None):
     """Largest difference over the largest logit, two prompts of unequal length, all positions."""
-    config, tensors = checkpoint_tensors(folder, dtype="float32", release=tree.release)
+    options, release = {}, tree.release
+    if edited is not None:
+        options, release = edit_class(tree, edited), None
+    config, tensors = checkpoint_tensors(folder, dtype="float32", release=release)
     if change is not None:
         change(config, tensors)
-    model = open_emulator(tree).build_model(config, tensors)
+    if edited is not None:
+        config["architecture"] = edited.architecture
+    model = open_emulator(tree).build_model(config, tensors, **options)
     prompts = [torch.arange(3, 14) * 7 % V, torch.arange(5) * 11 % V]
     logits = model.prefill(prompts, model.new_cache(2, 32), all_logits=True).logits
     wanted = [reference_logits(reference, prompt) for prompt in prompts]
     return max(
         float((got[:, :V] - want).abs().max() / want.abs().max()) for got, want in zip(logits, wanted, strict=True)
     )
+
+
+def edit_class(tree, edited: EditedClass) -> dict[str, str]:
+    """The source of a later class, made from this tree's own, and its name."""
+    file = tree.find_model(edited.architecture).file
+    source = file.read_text()
+    for text, replacement in edited.edits:
+        assert source.count(text) == 1, text
+        source = source.replace(text, replacement)
+    package = f"tensorrt_llm.models.{file.parent.name}"
+    for dots, parent in (("...", "tensorrt_llm."), ("..", "tensorrt_llm.models."), (".", f"{package}.")):
+        source = source.replace(f"\nfrom {dots}", f"\nfrom {parent}")
+    if "LayerNormType" not in source.split("class ")[0]:
+        source = source.replace("\nimport math", "\nimport math\nfrom tensorrt_llm.functional import LayerNormType", 1)
+    return {"module_source": source, "class_name": edited.class_name}
 
 
 def test_every_family_has_a_tiny_model() -> None:
@@ -98,6 +118,11 @@ def test_a_seeded_fault_is_seen(name: str, swap: str, tiny) -> None:
 def test_upstream_definitions_agree_with_hugging_face(source: str, name: str, tiny) -> None:
     tree, case = open_source_tree(source), CASES[name]
     folder, reference = tiny(name)
+    if case.edited is not None:
+        if tree.release != case.edited.release:
+            pytest.skip(f"{name} is checked on the class of {case.edited.release}, edited")
+        assert largest_error(tree, folder, reference, edited=case.edited) <= TOLERANCE
+        return
     base = read_base_config(folder)
     if unmet := find_unmet_needs(base, tree.release):
         pytest.skip(f"TensorRT-LLM {tree.release} lacks {unmet[0].what} (since {unmet[0].since})")

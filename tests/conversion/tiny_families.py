@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,22 @@ FULL_HEADS = {**LIKE_LLAMA, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
 @dataclass(frozen=True)
+class EditedClass:
+    """A later class made from the one of 0.16.0.dev2024121000, the newest tree the project was checked with.
+
+    Args:
+        architecture: name under which that tree knows the class's config.
+        class_name: name of the class.
+        edits: (text, replacement) in its model.py; each text is there exactly once.
+    """
+
+    architecture: str
+    class_name: str
+    edits: tuple[tuple[str, str], ...]
+    release: str = "0.16.0.dev2024121000"
+
+
+@dataclass(frozen=True)
 class TinyCase:
     """One model.
 
@@ -40,8 +56,9 @@ class TinyCase:
         rename: (tensors, config dict) of the relative -> those of the family; None saves the relative itself.
         attention: transformers' attention implementation of the reference.
         edit_reference: changes the reference so that it computes what TensorRT-LLM computes by design.
-        until: releases from this one on differ by design.
         since: releases before this one differ by design.
+        prepare: changes the model before it is saved.
+        edited: for families newer than any tree at hand: how the class of an older release becomes theirs.
     """
 
     family: str
@@ -51,7 +68,7 @@ class TinyCase:
     edit_reference: Callable[[Any], None] | None = None
     since: str | None = None
     prepare: Callable[[Any], None] | None = None
-    notes: str = field(default="", compare=False)
+    edited: EditedClass | None = None
 
 
 def save_tiny(case: TinyCase, folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -249,6 +266,16 @@ LONG_ROPE = {"kind": "longrope", "theta": 10000.0, "short_factor": [1.1] * 4, "l
 OPT = {"hidden_size": E, "num_hidden_layers": L, "num_attention_heads": 4, "ffn_dim": I, "vocab_size": V}
 OPT |= {"max_position_embeddings": S, "word_embed_proj_dim": E}
 
+NORMED_QUERIES = "qk_layernorm=True, layernorm_type=LayerNormType.RmsNorm, eps=1e-6"
+QWEN3_CLASS = EditedClass(
+    "Qwen2ForCausalLM",
+    "QWenForCausalLM",
+    (
+        ("dense_bias=False)", f"dense_bias=False, {NORMED_QUERIES})"),
+        ("from ...functional import Tensor, recv, send", "from ...functional import LayerNormType, Tensor, recv, send"),
+    ),
+)
+EXPERTS_WIDTH = ("self.config.qwen_type == 'qwen2_moe':\n            intermediate", "True:\n            intermediate")
 CASES: dict[str, TinyCase] = {
     "bloom": TinyCase("bloom", lambda: transformers.BloomConfig(hidden_size=E, n_layer=L, n_head=4, vocab_size=V)),
     "gptneox": TinyCase(
@@ -287,6 +314,22 @@ CASES: dict[str, TinyCase] = {
         lambda: transformers.Qwen2MoeConfig(**QWEN_MOE, mlp_only_layers=[0], **_rope()),
         _as_deepseek,
         prepare=_plain_experts,
+    ),
+    "qwen3": TinyCase(
+        "qwen3", lambda: transformers.Qwen3Config(**LIKE_LLAMA, head_dim=16, **_rope()), edited=QWEN3_CLASS
+    ),
+    "qwen3_moe": TinyCase(
+        "qwen3_moe",
+        lambda: transformers.Qwen3MoeConfig(
+            **LIKE_LLAMA,
+            head_dim=16,
+            moe_intermediate_size=48,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            **_rope(),
+        ),
+        edited=replace(QWEN3_CLASS, edits=(*QWEN3_CLASS.edits, EXPERTS_WIDTH)),
     ),
     "gpt2": TinyCase("gpt2", lambda: transformers.GPT2Config(**LIKE_GPT2)),
     "gpt_bigcode": TinyCase("gpt_bigcode", lambda: transformers.GPTBigCodeConfig(**LIKE_GPT2)),
@@ -341,6 +384,27 @@ CASES: dict[str, TinyCase] = {
     "gemma2": TinyCase(
         "gemma2",
         lambda: transformers.Gemma2Config(**LIKE_LLAMA, head_dim=16, query_pre_attn_scalar=24, **_rope()),
+    ),
+    # one rotary base and no short window, so that the older class computes the same; both are told apart by the config
+    "gemma3": TinyCase(
+        "gemma3",
+        lambda: transformers.Gemma3TextConfig(
+            **LIKE_LLAMA,
+            head_dim=16,
+            query_pre_attn_scalar=24,
+            rope_parameters={
+                kind: {"rope_type": "default", "rope_theta": 50000.0}
+                for kind in ("full_attention", "sliding_attention")
+            },
+        ),
+        edited=EditedClass(
+            "Gemma2ForCausalLM",
+            "GemmaForCausalLM",
+            (
+                ("max_attn_value=max_attn_value)", f"max_attn_value=max_attn_value, {NORMED_QUERIES})"),
+                ("config.attn_logit_softcapping or 0.0", "0.0"),
+            ),
+        ),
     ),
     "dbrx": TinyCase("dbrx", _dbrx),
     "cohere": TinyCase("cohere", lambda: transformers.CohereConfig(**LIKE_LLAMA, **_rope())),
