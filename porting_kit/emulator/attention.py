@@ -276,7 +276,7 @@ def attend_groups(
         mask = mask.expand(B, H, N, mask.shape[-1]).reshape(B, K, H // K * N, mask.shape[-1])
     rows = query.reshape(B, K, H // K * N, D)
     output = torch_functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
-    return output.view(B, H, N, D)
+    return output.reshape(B, H, N, D)
 
 
 def attend_prompt_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
