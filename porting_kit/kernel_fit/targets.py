@@ -113,7 +113,9 @@ class TargetFit:
         from porting_kit.kernel_fit.fit import CONFIG_KEY, merge_notes, record_fit
 
         self.notes = merge_notes(self._layer_notes)
-        changed = {key: value for key, value in self._fitted_config.items() if config.get(key) != value}
+        changed = {
+            key: value for key, value in self._fitted_config.items() if key not in config or config[key] != value
+        }
         changed[CONFIG_KEY] = record_fit(self.plan, self.notes)
         names = ", ".join(self.plan.names)
         rows = [row for row in table if row.target not in changed]
