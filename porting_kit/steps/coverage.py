@@ -1,0 +1,116 @@
+"""The coverage command: every decoder class of a TensorRT-LLM tree patched, run and compared with Hugging Face.
+
+It needs no port: the models are small random ones. The tree's own Python code is executed: name only trees you trust.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from porting_kit.coverage.matrix import BOUND, cover_tree
+from porting_kit.coverage.origin import TreeOrigin, read_origin
+from porting_kit.coverage.planned import plan_rows
+from porting_kit.coverage.row import Row, count_rows
+from porting_kit.outcomes import Coverage, StepOutcome, Verdict
+from porting_kit.source_tree import open_source_tree
+
+COVERED = (Coverage.WEIGHTS, Coverage.MODEL_CODE, Coverage.TREE_AND_ACCEPTANCE)
+WIDTHS = {"arch": 27, "case": 44}
+
+
+@dataclass(frozen=True)
+class CoverageResult:
+    """The rows of one tree.
+
+    Args:
+        outcome: `pass` when no row failed.
+        origin: release and, for a checkout, commit.
+        rows: in the order of MODEL_MAP's names, then what the tree lacks.
+        date: of the run, ISO 8601.
+    """
+
+    outcome: StepOutcome
+    origin: TreeOrigin
+    rows: tuple[Row, ...]
+    date: str
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows of each status."""
+        return count_rows(self.rows)
+
+    def document(self) -> dict[str, Any]:
+        """The `--json` document."""
+        return {
+            **self.outcome.as_dict(),
+            "release": self.origin.release,
+            "tree": self.origin.as_dict(),
+            "date": self.date,
+            "counts": self.counts,
+            "rows": [row.as_dict() for row in self.rows],
+        }
+
+
+def check_coverage(
+    source: str | Path, *, architectures: Sequence[str] = (), progress: Callable[[str], None] | None = None
+) -> CoverageResult:
+    """Patch, run and compare every decoder of a tree.
+
+    Args:
+        source: a checkout, a package folder, `installed` or `bundled`.
+        architectures: names in the tree's MODEL_MAP; empty for all.
+        progress: called with one line for each finished row.
+
+    Raises:
+        SourceTreeError: no usable tree there, or it has no architecture of that name.
+        EnvironmentMissing: `installed`, and tensorrt_llm is not.
+    """
+    started = time.perf_counter()
+    tree = open_source_tree(source)
+    planned = plan_rows(tree, architectures)
+
+    def report(row: Row) -> None:
+        if progress is not None:
+            progress(format_row(row))
+
+    rows = cover_tree(tree, planned, report)
+    counts = count_rows(rows)
+    outcome = StepOutcome(
+        step="coverage",
+        verdict=Verdict.FAIL if counts["failed"] else Verdict.PASS,
+        summary=f"TensorRT-LLM {tree.release}: " + ", ".join(f"{count} {status}" for status, count in counts.items()),
+        covered=COVERED if counts["aligned"] else (),
+        figures={"bound": BOUND, **counts, "patched": dict(Counter(str(row.patched) for row in rows))},
+        seconds=time.perf_counter() - started,
+        failing_gate="coverage" if counts["failed"] else None,
+    )
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return CoverageResult(outcome, read_origin(tree), rows, date)
+
+
+def format_row(row: Row) -> str:
+    """One row as a line of the table."""
+    case = row.case if len(row.case) <= WIDTHS["case"] else row.case[: WIDTHS["case"] - 3] + "..."
+    errors = [f"{error:8.1e}" if error is not None else " " * 8 for error in (row.context_error, row.tree_error)]
+    tokens = {True: "equal", False: "differ", None: ""}[row.tokens_equal]
+    line = f"{row.arch:{WIDTHS['arch']}} {case:{WIDTHS['case']}} {row.status:8} {row.patched or '-':15} {errors[0]} "
+    line += f"{errors[1]} {tokens:6} {row.seconds:6.1f}"
+    return line + (f"  {row.reason}" if row.reason else "")
+
+
+def format_coverage(result: CoverageResult) -> str:
+    """The whole table for a terminal, failed rows once more at the end."""
+    heading = f"{'architecture':{WIDTHS['arch']}} {'case':{WIDTHS['case']}} {'status':8} {'source':15} "
+    heading += f"{'context':>8} {'tree':>8} {'tokens':6} {'seconds':>7}"
+    lines = [heading, *(format_row(row) for row in result.rows), ""]
+    lines += [f"failed: {row.arch}, {row.case}: {row.reason}" for row in result.rows if row.status == "failed"]
+    covered = ", ".join(item.value for item in result.outcome.covered) or "nothing"
+    lines.append(f"coverage: {result.outcome.verdict.value} - {result.outcome.summary}")
+    lines.append(f"covered: {covered}; errors are relative to the largest logit, bound {BOUND:g}")
+    return "\n".join(lines)
