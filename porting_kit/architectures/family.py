@@ -99,6 +99,23 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class SettingSince:
+    """A value of the Hugging Face config that TensorRT-LLM's class follows from a release on.
+
+    Args:
+        key: the config key.
+        values: the values that need the release.
+        what: what the older class lacks.
+        since: the first release that has it.
+    """
+
+    key: str
+    values: tuple[object, ...]
+    what: str
+    since: str
+
+
+@dataclass(frozen=True)
 class Difference:
     """A place where TensorRT-LLM and Hugging Face compute different numbers from the same weights, by design.
 
@@ -162,6 +179,7 @@ class Family:
         ranks_since: first release that reads one file per tensor-parallel rank; None when all do.
         renamed: (release, older name): the architecture's name in releases before that one.
         head_size_since: first release whose class takes a head size other than E / H; None when none does.
+        settings_since: config values that older releases do not follow.
     """
 
     name: str
@@ -185,6 +203,7 @@ class Family:
     pipeline: bool = False
     first_release: str = "0.8.0"
     head_size_since: str | None = None
+    settings_since: tuple[SettingSince, ...] = ()
     ranks_since: str | None = None
     renamed: tuple[str, str] | None = None
 

@@ -37,5 +37,8 @@ def find_unmet_needs(base: BaseConfig, release: str | None, tp_size: int = 1) ->
     if base.rope_scaling is not None:
         kind = str(base.rope_scaling["type"])
         needs.append(Need(f"rope scaling of kind {kind!r}", ROPE_KINDS[kind][1]))
+    for setting in base.definition.settings_since:
+        if base.raw.get(setting.key) in setting.values:
+            needs.append(Need(setting.what, setting.since))
     asked = release_key(release)
     return tuple(need for need in needs if release_key(need.since) is None or asked < release_key(need.since))

@@ -239,6 +239,8 @@ def cover_tree(
         planned_rows: of `plan_rows`.
         progress: called with each row when it is done.
     """
+    import transformers  # noqa: F401 - so that the first row's seconds are its own
+
     rows = []
     with tempfile.TemporaryDirectory(prefix="porting-kit-coverage-") as folder:
         coverage = TreeCoverage(tree, Path(folder))

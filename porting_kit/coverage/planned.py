@@ -81,7 +81,7 @@ def _plan_other_name(arch: str, cases: Sequence[ReferenceCase]) -> list[PlannedR
 
 def _plan_position_rows(row: PlannedRow) -> list[PlannedRow]:
     """The same case as both runtimes feed it: one position id per request."""
-    if row.case is None or not row.case.learned_positions:
+    if row.case is None or not row.case.learned_positions or row.text != row.case.text:
         return []
     text = "{}, one position id per request, batch {}"
     return [replace(row, text=text.format(row.text, batch), position_batch=batch) for batch in (1, 3)]

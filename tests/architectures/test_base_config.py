@@ -225,3 +225,18 @@ def test_a_release_without_the_class_is_told() -> None:
     phi = read_base_config({**T, "architectures": ["PhiForCausalLM"], "num_key_value_heads": 4})
     assert find_unmet_needs(phi, "0.11.0", tp_size=1) == ()
     assert "several ranks" in find_unmet_needs(phi, "0.11.0", tp_size=2)[0].what
+
+
+def test_a_setting_that_an_older_class_ignores_is_told() -> None:
+    raw = {
+        "model_type": "falcon",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "vocab_size": 99,
+    }
+    raw |= {"new_decoder_architecture": True, "num_kv_heads": 2}
+    one, two = (read_base_config(raw | {"num_ln_in_parallel_attn": count}) for count in (1, 2))
+    (need,) = find_unmet_needs(one, "0.14.0.dev2024100800")
+    assert "one norm" in need.what
+    assert find_unmet_needs(one, "0.15.0") == find_unmet_needs(two, "0.14.0.dev2024100800") == ()

@@ -5,7 +5,15 @@ parallel attention the sums over ranks are made once for attention and MLP, so t
 rank alone (upstream's converter repeats them on every rank, which counts them once per rank).
 """
 
-from porting_kit.architectures.family import ALIBI_SLOPES_CAST, GELU_IS_TANH, NORM_EPS_FIXED, ByKey, Family, Switch
+from porting_kit.architectures.family import (
+    ALIBI_SLOPES_CAST,
+    GELU_IS_TANH,
+    NORM_EPS_FIXED,
+    ByKey,
+    Family,
+    SettingSince,
+    Switch,
+)
 from porting_kit.architectures.fields import ROPE_FIELDS, constant, key, switch
 from porting_kit.architectures.fragments import (
     GROUP_BY_GROUP,
@@ -105,4 +113,10 @@ FAMILY = Family(
         *("num_kv_heads", "n_head_kv"),
     ),
     pipeline=True,
+    # falcon/model.py: absent in 0.14.0.dev2024100800, there in 0.15.0.dev2024111200
+    settings_since=(
+        SettingSince(
+            "num_ln_in_parallel_attn", (1,), "one norm before attention and MLP (Falcon 2)", "0.15.0.dev2024101500"
+        ),
+    ),
 )
