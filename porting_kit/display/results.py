@@ -122,13 +122,13 @@ def tensor_table(targets: Iterable[Any], *, limit: int | None = 12) -> Table:
         rows.append(
             (
                 Code(item["name"]),
-                Code(", ".join(item["sources"]) or "none"),
                 ", ".join(item["operations"]) or "copied",
                 f"{' × '.join(map(str, shapes[0]))}{ranks}" if shapes else None,
                 item["dtype"],
+                Code(", ".join(item["sources"]) or "none"),
             )
         )
-    return Table(("target", "from", "operations", "shape", "dtype"), rows, title="Tensors", limit=limit)
+    return Table(("target", "operations", "shape", "dtype", "from"), rows, title="Tensors", limit=limit)
 
 
 def base_facts(base: Any, heads: Any) -> Facts:
