@@ -40,7 +40,7 @@ def shape_of(config: dict[str, Any], **more: Any) -> AttentionShape:
 
 
 def float32_profile(name: str) -> KernelProfile:
-    """A release's kernels with all gates but the one on the data type, so that float32 can measure what they compute."""
+    """A release's kernels without the gate on the data type, so that float32 can measure what they compute."""
     profile = kernel_profile(name)
     return replace(profile, gates=tuple(gate for gate in profile.gates if gate.name != "data type"))
 

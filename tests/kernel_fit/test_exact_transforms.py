@@ -17,7 +17,12 @@ SMOLLM2 = ToySize(hidden_size=9 * 64, heads=9, kv_heads=3, inner=128)
 QWEN2 = ToySize(hidden_size=14 * 128, heads=14, kv_heads=2, inner=128, layers=1)
 CASES = {
     "head size": ("llama", ToySize(hidden_size=256, heads=4, kv_heads=2), RELEASE, ("pad_head_size",)),
-    "partial rotary": ("gptneox", ToySize(hidden_size=256, heads=4, kv_heads=4), RELEASE, ("pad_head_size",)),
+    "partial rotary": (
+        "gptneox",
+        ToySize(hidden_size=256, heads=4, kv_heads=4, inner=1024),
+        RELEASE,
+        ("pad_head_size",),
+    ),
     "SmolLM2 geometry": ("llama", SMOLLM2, GROUPS_RELEASE, ("pad_head_size", "pad_query_groups")),
     "Qwen2-7B groups of seven": ("qwen2", QWEN2, GROUPS_RELEASE, ("pad_query_groups",)),
 }
