@@ -8,7 +8,6 @@ Source of the arguments and of the packed layout: docs/gpt_attention.md and func
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from porting_kit.emulator.attention_arguments import (
     refuse_by_kernel,
 )
 from porting_kit.emulator.attention_step import AttentionStep, pack_requests, pad_requests
+from porting_kit.emulator.cache import is_run, store_rows
 from porting_kit.emulator.half_precision import is_slow
 from porting_kit.emulator.network import find_running_network
 from porting_kit.emulator.rotary import find_cos_sin, read_rotary_setting, rotate
@@ -70,31 +70,6 @@ def gpt_attention(*positional: Any, **arguments: Any) -> tuple[Tensor, Tensor | 
     # A model that predates the paged cache marks its cache as an output; there is nothing to hand out.
     present = None if network.plugin_config.paged_kv_cache else Tensor(output.new_empty(0), name="present_key_value")
     return Tensor(output.reshape(T, H * D)), present
-
-
-def store_rows(
-    layer: torch.Tensor, slots: Sequence[int], starts: Sequence[int], keys: torch.Tensor, values: torch.Tensor
-) -> None:
-    """Write keys and values into the cache.
-
-    Args:
-        layer: [B, 2, K, capacity, D].
-        slots: cache row of each request.
-        starts: first token position to write of each request.
-        keys, values: [requests, S, K, D].
-    """
-    S = keys.shape[1]
-    for kind, rows in enumerate((keys.transpose(1, 2), values.transpose(1, 2))):
-        if len(set(starts)) == 1 and is_run(slots):
-            layer[slots[0] : slots[0] + len(slots), kind, :, starts[0] : starts[0] + S] = rows
-            continue
-        for index, (slot, start) in enumerate(zip(slots, starts, strict=True)):
-            layer[slot, kind, :, start : start + S] = rows[index]
-
-
-def is_run(slots: Sequence[int]) -> bool:
-    """Whether cache rows follow one another, so that a slice takes them all."""
-    return all(slot == slots[0] + index for index, slot in enumerate(slots))
 
 
 def attend_context(step: AttentionStep, setting: AttentionSetting, rotary: Any, qkv: torch.Tensor) -> torch.Tensor:

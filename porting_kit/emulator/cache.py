@@ -115,3 +115,28 @@ class KVCache:
                 found=f"{max(needed)} tokens",
                 next_step="make the cache with a larger capacity_tokens",
             )
+
+
+def store_rows(
+    layer: torch.Tensor, slots: Sequence[int], starts: Sequence[int], keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Write keys and values into the cache.
+
+    Args:
+        layer: [B, 2, K, capacity, D].
+        slots: cache row of each request.
+        starts: first token position to write of each request.
+        keys, values: [requests, S, K, D].
+    """
+    S = keys.shape[1]
+    for kind, rows in enumerate((keys.transpose(1, 2), values.transpose(1, 2))):
+        if len(set(starts)) == 1 and is_run(slots):
+            layer[slots[0] : slots[0] + len(slots), kind, :, starts[0] : starts[0] + S] = rows
+            continue
+        for index, (slot, start) in enumerate(zip(slots, starts, strict=True)):
+            layer[slot, kind, :, start : start + S] = rows[index]
+
+
+def is_run(slots: Sequence[int]) -> bool:
+    """Whether cache rows follow one another, so that a slice takes them all."""
+    return all(slot == slots[0] + index for index, slot in enumerate(slots))
