@@ -47,6 +47,7 @@ class RotaryScalingType(IntEnum):
     none = 0
     linear = 1
     dynamic = 2
+    llama3 = 3
 
 
 class AttentionMaskType(IntEnum):
@@ -287,7 +288,13 @@ class RopeEmbeddingUtils:
 
     @staticmethod
     def create_sinusoidal_positions_for_attention_plugin(
-        num_pos, dim, theta=10000.0, scale=1.0, scale_type=RotaryScalingType.none, dtype=np.float32
+        num_pos,
+        dim,
+        theta=10000.0,
+        scale=1.0,
+        scale_type=RotaryScalingType.none,
+        dtype=np.float32,
+        rope_scaling_config=None,
     ):
         """cos and sin of position * frequency, float32 [1, num_pos * dim], (cos, sin) side by side per frequency.
 
@@ -295,12 +302,27 @@ class RopeEmbeddingUtils:
             num_pos: positions.
             dim: rotated dims of a head; there are dim / 2 frequencies theta^(-2 i / dim).
             scale: with linear scaling, positions are divided by it.
+            rope_scaling_config: the settings of llama3 scaling, named as in Hugging Face configs.
         """
         frequencies = theta ** -(np.arange(0, dim, 2) / dim)
         if scale_type == RotaryScalingType.linear:
             frequencies = frequencies / scale
+        elif scale_type == RotaryScalingType.llama3:
+            frequencies = RopeEmbeddingUtils.stretch_low_frequencies(frequencies, rope_scaling_config)
         angles = np.outer(np.arange(num_pos), frequencies)
         return np.stack([np.cos(angles), np.sin(angles)], axis=-1).reshape(1, -1).astype(dtype)
+
+    @staticmethod
+    def stretch_low_frequencies(frequencies, settings):
+        """The rule of Llama 3.1: frequencies that turn seldom within the trained length are divided by the factor.
+
+        Those with at most low_freq_factor turns are divided, those with at least high_freq_factor kept, in between the
+        two are mixed in proportion.
+        """
+        low, high = settings.get("low_freq_factor", 1.0), settings.get("high_freq_factor", 4.0)
+        turns = settings.get("original_max_position_embeddings", 8192) * frequencies / (2 * np.pi)
+        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        return kept * frequencies + (1 - kept) * frequencies / settings.get("factor", 8.0)
 
 
 def gather_last_token_logits(hidden_states, last_token_ids, remove_input_padding):

@@ -135,6 +135,7 @@ class Attention(Module):
                 rotary_embedding_base,
                 self.rotary_embedding_scale,
                 self.rotary_embedding_scale_type,
+                rope_scaling_config=rotary_embedding_scaling,
             )
             self.register_parameter("rotary_cos_sin", Parameter(table, dtype="float32", is_buffer=True))
         elif position_embedding_type.is_alibi():
