@@ -72,6 +72,18 @@ def _experts(size: ModelSize, **more: Any) -> Any:
     return make_config("Qwen2Moe", **_modern(size, **sizes, num_experts_per_tok=2, **rope_settings()), **more)
 
 
+def _experts3(size: ModelSize) -> Any:
+    sizes = {"head_dim": 16, "moe_intermediate_size": 48, "num_experts": 4, "norm_topk_prob": True}
+    return make_config("Qwen3Moe", **_modern(size, **sizes, num_experts_per_tok=2, **rope_settings()))
+
+
+def _gemma3(size: ModelSize) -> Any:
+    kinds = ("full_attention", "sliding_attention")
+    rope = {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 50000.0} for kind in kinds}}
+    heads = {"head_dim": 16, "query_pre_attn_scalar": 24}
+    return make_config("Gemma3Text", **{**_modern(size, **heads, **rope), **TIED})
+
+
 def _glm(size: ModelSize, **rope: Any) -> Any:
     rotary = rope_settings(**{"theta": 500000.0, "partial_rotary_factor": 0.5, **rope})
     head = {"head_dim": size.hidden_size // size.heads, "attention_bias": True, "pad_token_id": 0}
@@ -162,6 +174,8 @@ CASES: tuple[ReferenceCase, ...] = (
     ),
     _case("qwen2", "qwen2", lambda s: make_config("Qwen2", **_modern(s, **rope_settings(1e6)))),
     _case("qwen2_moe", "qwen2_moe", _experts),
+    _case("qwen3", "qwen3", lambda s: make_config("Qwen3", **_modern(s, head_dim=16, **rope_settings()))),
+    _case("qwen3_moe", "qwen3_moe", _experts3),
     _case(
         "deepseek_v1",
         "deepseek_v1",
@@ -261,6 +275,7 @@ CASES: tuple[ReferenceCase, ...] = (
         "gemma2",
         lambda s: make_config("Gemma2", **_modern(s, head_dim=16, query_pre_attn_scalar=24, **TIED, **rope_settings())),
     ),
+    _case("gemma3", "gemma3", _gemma3),
     _case("dbrx", "dbrx", _dbrx),
     _case(
         "cohere",

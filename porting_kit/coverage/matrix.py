@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from porting_kit.architectures.base_config import BaseConfig, read_base_config
+from porting_kit.architectures.family import load_families
 from porting_kit.architectures.releases import release_key
 from porting_kit.coverage.comparison import (
     NEW_TOKENS,
@@ -98,7 +99,7 @@ class TreeCoverage:
         if module is None:
             raise RowRefused(outcome.reason)
         if case is None:
-            raise RowRefused(NO_FAMILY)
+            raise RowRefused(explain_no_case(arch))
         base, folder, reference = self._open_model(planned, case)
         require_expressible(base, self.tree.release)
         is_defective = case.defect is not None and is_before(self.tree.release, case.defect.until)
@@ -249,6 +250,14 @@ def cover_tree(
             if progress is not None:
                 progress(rows[-1])
     return tuple(rows)
+
+
+def explain_no_case(arch: str) -> str:
+    """Why an architecture has no case: an unknown family, or a known one without a reference model."""
+    for family in load_families().values():
+        if arch in (*family.architectures, *family.architectures.values()):
+            return f"the family {family.name} has no random reference model"
+    return NO_FAMILY
 
 
 def require_expressible(base: BaseConfig, release: str) -> None:
