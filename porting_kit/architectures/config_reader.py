@@ -211,8 +211,13 @@ def normalise_config(raw: Mapping[str, Any], family: Family, where: str) -> dict
     values["q_scaling"] = 1.0
     reader.origins["q_scaling"] = Origin("defaulted", None, "attention logits divided by sqrt(D)")
     derived_switches: dict[str, bool] = {}
+    refusals: list[Refusal] = []
     if family.derive is not None:
         for name, (value, how) in family.derive(raw, dict(values)).items():
+            if name.startswith("refuse:"):
+                source = f"tensorrt_llm/models/{family.model_folder}/model.py"
+                refusals.append(Refusal(name.removeprefix("refuse:"), value, how, source))
+                continue
             target = derived_switches if name in family.switches else values
             target[name] = value
             reader.origins[f"switch:{name}" if name in family.switches else name] = Origin("derived", None, how)
@@ -240,7 +245,7 @@ def normalise_config(raw: Mapping[str, Any], family: Family, where: str) -> dict
         model_type=raw.get("model_type"),
         norm_kind=family.norm,
         switches=switches,
-        refusals=_find_refusals(raw, family, reader),
+        refusals=(*refusals, *_find_refusals(raw, family, reader)),
         origins=reader.origins,
         unread_keys=_unread_keys(raw, family, reader),
         where=where,

@@ -172,11 +172,12 @@ class Family:
         spellings: config keys that replace the general ones for an attribute, in order of precedence.
         defaults: values of attributes the config may leave out, as a value or a shape expression text.
         derive: attributes and switches this family computes: takes the raw config and the attributes read so far,
-            returns {name: (value, how)}.
+            returns {name: (value, how)}; "refuse:key" refuses a setting that no list of values can describe.
         handled_keys: keys whose meaning the rules already carry, not to be reported as dropped.
         pipeline: the class can be split over pipeline ranks.
         first_release: first release whose MODEL_MAP holds it.
         ranks_since: first release that reads one file per tensor-parallel rank; None when all do.
+        broken: (first release, first sound one again, why) where the class itself cannot be built.
         renamed: (release, older name): the architecture's name in releases before that one.
         head_size_since: first release whose class takes a head size other than E / H; None when none does.
         settings_since: config values that older releases do not follow.
@@ -206,6 +207,7 @@ class Family:
     settings_since: tuple[SettingSince, ...] = ()
     ranks_since: str | None = None
     renamed: tuple[str, str] | None = None
+    broken: tuple[tuple[str, str, str], ...] = ()
 
     def __post_init__(self) -> None:
         targets = [rule.target for rule in self.rules]

@@ -41,4 +41,7 @@ def find_unmet_needs(base: BaseConfig, release: str | None, tp_size: int = 1) ->
         if base.raw.get(setting.key) in setting.values:
             needs.append(Need(setting.what, setting.since))
     asked = release_key(release)
+    for first, sound, why in base.definition.broken:
+        if release_key(first) <= asked < release_key(sound):
+            needs.append(Need(f"{base.architecture} ({why})", sound))
     return tuple(need for need in needs if release_key(need.since) is None or asked < release_key(need.since))

@@ -211,6 +211,22 @@ def test_the_release_decides_names_and_layouts() -> None:
     ]
 
 
+def test_a_release_whose_class_is_broken_is_told() -> None:
+    grok = read_base_config(
+        {**T, "architectures": ["Grok1ModelForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
+    )
+    (need,) = find_unmet_needs(grok, "0.14.0.dev2024100800")
+    assert (need.since, "wrong order" in need.what) == ("0.15.0.dev2024101500", True)
+    assert find_unmet_needs(grok, "0.13.0") == find_unmet_needs(grok, "0.16.0") == ()
+
+
+def test_a_setting_worked_out_from_others_is_refused() -> None:
+    raw = {**T, "architectures": ["Grok1ModelForCausalLM"], "attn_output_multiplier": 0.1}
+    (refusal,) = read_base_config(raw).refusals
+    assert (refusal.key, refusal.value) == ("attn_output_multiplier", 0.1)
+    assert not read_base_config({**raw, "attn_output_multiplier": 0.25}).refusals
+
+
 def test_releases_are_ordered() -> None:
     ordered = ["0.9.0.dev2024022700", "0.9.0", "0.10.0.dev1", "0.10.0", "0.16.0", "1.0.0rc2", "1.0.0", "1.2.1"]
     assert sorted(ordered, key=release_key) == ordered

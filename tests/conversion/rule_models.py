@@ -54,6 +54,7 @@ RAW: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode": ("GPTBigCodeForCausalLM", LIKE_GPT2),
     "gptj": ("GPTJForCausalLM", {**LIKE_GPT2, "rotary_dim": 4}),
     "gptneox": ("GPTNeoXForCausalLM", {**FOUR_TIMES, "rotary_emb_base": 30000, "rotary_pct": 0.5}),
+    "grok": ("Grok1ModelForCausalLM", {**LIKE_LLAMA, **MOE, "intermediate_size": 16, "moe_intermediate_size": None}),
     "internlm2": ("InternLM2ForCausalLM", {**LIKE_LLAMA, "bias": True}),
     "llama": ("LlamaForCausalLM", {**LIKE_LLAMA, "attention_bias": True, "mlp_bias": True}),
     "mixtral": (

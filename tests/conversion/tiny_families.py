@@ -16,6 +16,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.conversion import grok_reference
+
 E, L, H, K, V, I, S = 64, 2, 8, 2, 161, 128, 128  # noqa: E741 - the letters of the package
 LIKE_LLAMA = {
     "hidden_size": E,
@@ -52,7 +54,7 @@ class TinyCase:
 
     Args:
         family: the family it must be recognised as.
-        make_config: the relative's transformers config.
+        make_config: the relative's transformers config; None for Grok, which has a reference of its own.
         rename: (tensors, config dict) of the relative -> those of the family; None saves the relative itself.
         attention: transformers' attention implementation of the reference.
         edit_reference: changes the reference so that it computes what TensorRT-LLM computes by design.
@@ -62,7 +64,7 @@ class TinyCase:
     """
 
     family: str
-    make_config: Callable[[], Any]
+    make_config: Callable[[], Any] | None
     rename: Callable[[dict, dict], tuple[dict, dict]] | None = None
     attention: str = "eager"
     edit_reference: Callable[[Any], None] | None = None
@@ -73,6 +75,12 @@ class TinyCase:
 
 def save_tiny(case: TinyCase, folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """Write the model to `folder` and return the reference, in float32, on the weights as saved."""
+    if case.make_config is None:
+        folder.mkdir(parents=True)
+        tensors = grok_reference.make_tensors()
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(grok_reference.CONFIG))
+        return grok_reference.GrokReference(tensors)
     torch.manual_seed(0)
     config = case.make_config()
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -385,6 +393,7 @@ CASES: dict[str, TinyCase] = {
         "gemma2",
         lambda: transformers.Gemma2Config(**LIKE_LLAMA, head_dim=16, query_pre_attn_scalar=24, **_rope()),
     ),
+    "grok": TinyCase("grok", None),
     # one rotary base and no short window, so that the older class computes the same; both are told apart by the config
     "gemma3": TinyCase(
         "gemma3",

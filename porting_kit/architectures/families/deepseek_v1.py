@@ -1,7 +1,8 @@
 """DeepSeek MoE (the first generation): LLaMA with one dense layer, then experts and shared experts.
 
-Sources: tensorrt_llm/models/deepseek_v1/{model,config,convert}.py, 0.14.0.dev2024100800 to 0.16.0.dev2024121000. The
-class makes layer 0 dense whatever the config says, and reads the experts' settings from one mapping.
+Sources: tensorrt_llm/models/deepseek_v1/{model,config,convert}.py, 0.16.0.dev2024111900 to 0.16.0.dev2024121000. The
+class makes layer 0 dense whatever the config says, and reads the experts' settings from one mapping. Before that, from
+0.14.0.dev2024092400 on, tensors and keys have other names.
 """
 
 from porting_kit.architectures.family import Family, Requirement, Switch
@@ -29,7 +30,7 @@ from porting_kit.architectures.rules import (
 )
 
 SHARED = f"{LAYER}.mlp.shared_experts"
-MODEL = "tensorrt_llm/models/deepseek_v1/model.py 0.14.0.dev2024100800"
+MODEL = "tensorrt_llm/models/deepseek_v1/model.py 0.16.0.dev2024121000"
 
 
 def derive_sizes(raw: dict, values: dict) -> dict[str, tuple[object, str]]:
@@ -95,5 +96,5 @@ FAMILY = Family(
     ),
     handled_keys=("n_shared_experts", "aux_loss_alpha", "seq_aux", "norm_topk_prob"),
     pipeline=True,
-    first_release="0.14.0.dev2024091700",
+    first_release="0.16.0.dev2024111900",
 )
