@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Need:
-    """Something a release before `since` does not have."""
+    """Something a release before `since` does not have; None when no release has it."""
 
     what: str
-    since: str
+    since: str | None
 
 
 def find_unmet_needs(base: BaseConfig, release: str | None, tp_size: int = 1) -> tuple[Need, ...]:
@@ -30,8 +30,8 @@ def find_unmet_needs(base: BaseConfig, release: str | None, tp_size: int = 1) ->
         return ()
     needs = [Need(f"{base.architecture} (its model class)", base.definition.first_release)]
     if base.head_size * base.num_heads != base.hidden_size:
-        since = base.definition.head_size_since or "a release that does not exist yet"
-        needs.append(Need(f"a head size of {base.head_size} at {base.num_heads} heads on {base.hidden_size}", since))
+        what = f"a head size of {base.head_size} at {base.num_heads} heads on {base.hidden_size}"
+        needs.append(Need(what, base.definition.head_size_since))
     if tp_size > 1 and base.definition.ranks_since is not None:
         needs.append(Need(f"{base.architecture} on several ranks", base.definition.ranks_since))
     if base.rope_scaling is not None:
@@ -44,4 +44,4 @@ def find_unmet_needs(base: BaseConfig, release: str | None, tp_size: int = 1) ->
     for first, sound, why in base.definition.broken:
         if release_key(first) <= asked < release_key(sound):
             needs.append(Need(f"{base.architecture} ({why})", sound))
-    return tuple(need for need in needs if release_key(need.since) is None or asked < release_key(need.since))
+    return tuple(need for need in needs if need.since is None or asked < release_key(need.since))

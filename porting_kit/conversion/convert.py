@@ -135,17 +135,19 @@ def choose_dtype(base: BaseConfig) -> str:
 def require_release(base: BaseConfig, release: str | None, tp_size: int = 1) -> None:
     """Raise BaseModelError when a TensorRT-LLM release cannot express this base; None asks nothing."""
     from porting_kit.architectures.release_needs import find_unmet_needs
+    from porting_kit.architectures.releases import release_key
     from porting_kit.errors import BaseModelError
 
     unmet = find_unmet_needs(base, release, tp_size)
+    since = [need.since for need in unmet]
     if unmet:
         raise BaseModelError(
             f"TensorRT-LLM {release} cannot express this model: {unmet[0].what}",
-            expected=f"{unmet[0].since} or later",
+            expected=f"{unmet[0].since} or later" if unmet[0].since else "no release takes this",
             found=release,
             where=base.where,
             items=[need.what for need in unmet[1:]],
-            next_step=f"use TensorRT-LLM {max(need.since for need in unmet)} or later",
+            next_step=f"use TensorRT-LLM {max(since, key=release_key)} or later" if all(since) else None,
         )
 
 

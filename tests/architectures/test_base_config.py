@@ -211,10 +211,15 @@ def test_the_release_decides_names_and_layouts() -> None:
     ]
 
 
+def test_a_head_size_no_release_takes_is_told() -> None:
+    phi = read_base_config({**T, "architectures": ["PhiForCausalLM"], "num_key_value_heads": 4, "head_dim": 32})
+    (need,) = find_unmet_needs(phi, "0.16.0")
+    assert (need.what, need.since) == ("a head size of 32 at 4 heads on 64", None)
+
+
 def test_a_release_whose_class_is_broken_is_told() -> None:
-    grok = read_base_config(
-        {**T, "architectures": ["Grok1ModelForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
-    )
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    grok = read_base_config({**T, **experts, "architectures": ["Grok1ModelForCausalLM"]})
     (need,) = find_unmet_needs(grok, "0.14.0.dev2024100800")
     assert (need.since, "wrong order" in need.what) == ("0.15.0.dev2024101500", True)
     assert find_unmet_needs(grok, "0.13.0") == find_unmet_needs(grok, "0.16.0") == ()

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from porting_kit.architectures import load_families, read_base_config
 from porting_kit.architectures.release_needs import find_unmet_needs
 from porting_kit.architectures.releases import release_key
 from porting_kit.conversion import checkpoint_tensors
 from porting_kit.emulator import open_emulator
+from porting_kit.patching import build_medusa_module
 from porting_kit.source_tree import open_source_tree
-from tests.conversion.tiny_families import CASES, EditedClass, V, reference_logits, save_tiny
+from tests.conversion.rule_models import head_tensors
+from tests.conversion.tiny_families import CASES, E, EditedClass, V, reference_logits, save_tiny
 
 TOLERANCE = 1e-5
 BUNDLED = (
@@ -91,6 +94,28 @@ def test_every_family_has_a_tiny_model() -> None:
 def test_bundled_definitions_agree_with_hugging_face(name: str, tiny) -> None:
     folder, reference = tiny(name)
     assert largest_error(open_source_tree("bundled"), folder, reference) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["bloom", "gptneox", "llama", "qwen2"])
+def test_heads_give_their_logits_in_the_graph(name: str, tiny, tmp_path: Path) -> None:
+    """Three heads of two residual layers on the patched definitions: x + silu(W x + b), twice, then the matrix."""
+    folder, reference = tiny(name)
+    tree, tensors = open_source_tree("bundled"), head_tensors(3, 2, hidden=E, vocab=V)
+    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
+    config, weights = checkpoint_tensors(folder, tmp_path, "float32")
+    module = build_medusa_module(tree, config["architecture"])
+    model = open_emulator(tree).build_model(config, weights, module_source=module.source, class_name=module.class_name)
+    prompt = torch.arange(3, 14) * 7 % V
+    found = model.prefill([prompt], model.new_cache(1, 32)).medusa_logits
+    with torch.no_grad():
+        hidden = reference(prompt[None], output_hidden_states=True).hidden_states[-1][0, -1]
+    for head in range(3):
+        x = hidden
+        for layer in range(2):
+            inner = tensors[f"{head}.{layer}.linear.weight"] @ x + tensors[f"{head}.{layer}.linear.bias"]
+            x = x + torch.nn.functional.silu(inner)
+        wanted = tensors[f"{head}.2.weight"] @ x
+        assert float((found[head, 0, :V] - wanted).abs().max() / wanted.abs().max()) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "swap"), [("bloom", "heads"), ("llama", "gate and up"), ("llama", "base")])
