@@ -1,7 +1,7 @@
 """Build the site: stage pages and notebooks in a folder, run Sphinx, check that the result needs no other host.
 
-A notebook is taken as executed by a run (`runs/<name>/**/<notebook>`) when one run holds them all, otherwise as it is
-in the source, without outputs. The index page says which.
+A notebook is taken as executed by a run (`runs/<name>/**/<notebook>`) when one run holds them all; a run that passed
+comes first. Otherwise it is taken as it is in the source, without outputs. The index page says which.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ LOADED_BY_STYLE = re.compile(r"(?:@import\s*|url\()\s*[\"']?((?:https?:)?//[^\s\
 
 
 def find_complete_run(runs: Path, names: list[str]) -> tuple[Path | None, dict[str, Path]]:
-    """The newest run folder that holds every notebook executed, and where each one lies in it."""
+    """The newest run that passed (else the newest) and holds every notebook executed, and where each lies in it."""
     folders = [folder for folder in runs.glob("*") if folder.is_dir()] if runs.is_dir() else []
-    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
+    for folder in sorted(folders, key=lambda path: (has_passed(path), path.stat().st_mtime), reverse=True):
         executed = {name: next(iter(sorted(folder.rglob(name))), None) for name in names}
         if names and all(executed.values()):
             return folder, {name: path for name, path in executed.items() if path is not None}
     return None, {}
+
+
+def has_passed(run: Path) -> bool:
+    """Whether the run's report says pass."""
+    outcome = run / "report" / "outcome.json"
+    return outcome.is_file() and json.loads(outcome.read_text(encoding="utf-8")).get("verdict") == "pass"
 
 
 def stage_sources(staging: Path, runs: Path) -> str:

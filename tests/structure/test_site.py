@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -122,3 +123,15 @@ def test_only_a_run_with_every_notebook_counts(site, tmp_path):
     found, files = site.find_complete_run(tmp_path / "runs", ["00_count.ipynb"])
     assert found == tmp_path / "runs" / "half"
     assert files == {"00_count.ipynb": tmp_path / "runs" / "half" / "preflight" / "00_count.ipynb"}
+
+
+def test_a_run_that_passed_comes_before_a_newer_one_that_failed(site, tmp_path):
+    for name, verdict, age_s in (("good", "pass", 200), ("older", "pass", 300), ("bad", "fail", 100)):
+        write_executed(tmp_path / name / "preflight", STREAM)
+        (tmp_path / name / "report").mkdir()
+        (tmp_path / name / "report" / "outcome.json").write_text(json.dumps({"verdict": verdict}))
+        os.utime(tmp_path / name, (1e9 - age_s, 1e9 - age_s))
+    assert site.find_complete_run(tmp_path, ["00_count.ipynb"])[0] == tmp_path / "good"
+    shutil.rmtree(tmp_path / "good")
+    shutil.rmtree(tmp_path / "older")
+    assert site.find_complete_run(tmp_path, ["00_count.ipynb"])[0] == tmp_path / "bad"
