@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from porting_kit.alignment.reference import Reference, dtype_name
+from porting_kit.alignment.rounding import computing_as
 from porting_kit.errors import BaseModelError
 
 
@@ -72,8 +73,8 @@ def check_activations(reference: Reference, texts: Sequence[Sequence[int]], dtyp
     Raises:
         BaseModelError: the reference is broken in `dtype`; no verdict on a port would be possible.
     """
-    with reference.computing_in(dtype):
-        found = measure_activations(reference, texts)
+    with computing_as(reference, dtype):
+        found = replace(measure_activations(reference, texts), dtype=dtype)
     if found.survives(dtype):
         return found
     exact = measure_activations(reference, texts)

@@ -16,6 +16,7 @@ import torch
 from porting_kit.alignment.noise import SAFETY
 from porting_kit.alignment.reference import Reference
 from porting_kit.alignment.result import LayerError, LayerReport
+from porting_kit.alignment.rounding import computing_as
 from porting_kit.architectures import operations as ops
 from porting_kit.conversion.apply import apply_operations
 from porting_kit.medusa.named_trees import chain_choices
@@ -130,7 +131,7 @@ def compare_layers(
     text = [*prompt, *chain]
     theirs = _record_reference(reference, pairs, text)
     other = noise_dtype if noise_dtype not in (None, reference.dtype) else torch.float64
-    with reference.computing_in(other):
+    with computing_as(reference, other):
         noisy = _record_reference(reference, pairs, text)
     noise = max((_relative(noisy[name], theirs[name]) for name in theirs), default=0.0)
     ours = _record_port(model, list(prompt), chain)

@@ -1,7 +1,7 @@
 """How far logits may differ for numerical reasons alone, measured on the model and texts at hand.
 
-The base is run twice over the same tokens: as the oracle (float32) and in the port's dtype (float64 when the port is
-float32). Both runs are Hugging Face's, so a fault of the port cannot widen its own tolerance.
+The base is run twice over the same tokens: as the oracle (float32) and rounding as the port's dtype does (in float64
+when the port is float32). Both runs are Hugging Face's, so a fault of the port cannot widen its own tolerance.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from porting_kit.alignment.reference import LogitsSource, Reference, dtype_name
+from porting_kit.alignment.rounding import computing_as
 from porting_kit.errors import BaseModelError
 
 CANDIDATES = 8
@@ -69,7 +70,7 @@ def measure_noise(
     """
     other = dtype if dtype != reference.dtype else torch.float64
     oracle = reference.logits(texts)
-    with reference.computing_in(other):
+    with computing_as(reference, other):
         changed = reference.logits(texts)
     return compare_logits(oracle, changed, dtype_name(dtype), tolerance=tolerance)
 

@@ -5,8 +5,7 @@ Nothing is downloaded (`local_files_only`) and no code from the model folder run
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -155,22 +154,6 @@ class Reference:
 
     def _run(self, text: Sequence[int]) -> Any:
         return self.model(input_ids=self._tokens(text), use_cache=False)
-
-    @contextlib.contextmanager
-    def computing_in(self, dtype: torch.dtype) -> Iterator[Reference]:
-        """The same weights computed in another dtype; afterwards bit for bit as before.
-
-        Only parameters change: transformers keeps rotary frequencies in float32 in a half-precision model too.
-        """
-        parameters = list(self.model.parameters())
-        saved = [parameter.data for parameter in parameters]
-        try:
-            for parameter in parameters:
-                parameter.data = parameter.data.to(dtype)
-            yield self
-        finally:
-            for parameter, data in zip(parameters, saved, strict=True):
-                parameter.data = data
 
 
 def load_reference(

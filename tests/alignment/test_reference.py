@@ -7,6 +7,7 @@ import torch
 
 from porting_kit.alignment.activations import check_activations, measure_activations
 from porting_kit.alignment.reference import choose_attention, load_reference, resolve_dtype
+from porting_kit.alignment.rounding import computing_as
 from porting_kit.errors import BaseModelError
 from tests.alignment.tiny_ports import make_base, make_prompts
 
@@ -76,15 +77,32 @@ def test_the_attention_that_is_known_to_be_wrong_is_avoided():
     assert choose_attention("falcon", "eager") == ("eager", "asked for")
 
 
-def test_computing_in_another_dtype_leaves_no_trace(folder):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_computing_as_another_dtype_rounds_and_leaves_no_trace(dtype, folder):
     reference = load_reference(folder)
     before = {name: tensor.clone() for name, tensor in reference.model.state_dict().items()}
     prompt = make_prompts()[:1]
     exact = reference.logits(prompt)[0]
-    with reference.computing_in(torch.float16) as half:
-        assert half.logits(prompt)[0].dtype is torch.float16
+    with computing_as(reference, dtype):
+        other = reference.logits(prompt)[0]
+    error = ((other - exact).abs().max() / exact.abs().max()).item()
+    eps = torch.finfo(min(dtype, torch.float32, key=lambda kind: torch.finfo(kind).bits)).eps
+    assert 0.01 * eps < error < 20 * eps
+    if dtype is not torch.float64:
+        assert torch.equal(other, other.to(dtype).to(torch.float32)), "logits are rounded like everything else"
     assert torch.equal(reference.logits(prompt)[0], exact)
     assert all(torch.equal(tensor, before[name]) for name, tensor in reference.model.state_dict().items())
+
+
+def test_imitated_half_precision_is_near_the_real_one(folder):
+    """The imitation must not be quieter than half precision by much: within a factor of four of transformers' own."""
+    reference, prompts = load_reference(folder), make_prompts()
+    exact = torch.cat(reference.logits(prompts))
+    with computing_as(reference, torch.float16):
+        imitated = torch.cat(reference.logits(prompts))
+    real = torch.cat(load_reference(folder, dtype="float16").logits(prompts)).float()
+    ratio = ((imitated - exact).norm() / (real - exact).norm()).item()
+    assert 0.25 < ratio < 4
 
 
 def test_hidden_states_are_what_the_output_matrix_reads(folder):

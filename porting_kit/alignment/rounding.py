@@ -1,0 +1,62 @@
+"""The base computed as another dtype would: what rounding alone does to it, without another implementation's habits.
+
+Half precision is imitated: weights and the output of every module are rounded to the dtype, sums are float32, as the
+kernels have it. Hugging Face's own half-precision run rounds more (BLOOM's ALiBi bias as a whole, to 0.25 at distance
+500 in float16), which would widen the near-tie tolerance, and is several times slower on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from porting_kit.alignment.reference import Reference
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@contextlib.contextmanager
+def computing_as(reference: Reference, dtype: torch.dtype) -> Iterator[Reference]:
+    """While open, the reference rounds as `dtype` does; afterwards it is bit for bit as before.
+
+    Args:
+        reference: the base in float32.
+        dtype: float16 or bfloat16 are imitated in the reference's own dtype; any other is computed in.
+    """
+    own = reference.dtype
+    parameters = list(reference.model.parameters())
+    saved = [parameter.data for parameter in parameters]
+    handles = []
+    try:
+        for parameter in parameters:
+            rounded = parameter.data.to(dtype)
+            parameter.data = rounded.to(own) if dtype in HALF else rounded
+        if dtype in HALF and own not in HALF:
+            handles = [
+                module.register_forward_hook(_round_output(dtype, own))
+                for name, module in reference.model.named_modules()
+                if name and "Rotary" not in type(module).__name__  # tables of angles, float32 in the kernels
+            ]
+        yield reference
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, data in zip(parameters, saved, strict=True):
+            parameter.data = data
+
+
+def _round_output(dtype: torch.dtype, own: torch.dtype) -> Any:
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (_round(output[0], dtype, own), *output[1:]) if output else output
+        return _round(output, dtype, own)
+
+    return hook
+
+
+def _round(value: Any, dtype: torch.dtype, own: torch.dtype) -> Any:
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype).to(own) if is_float else value
