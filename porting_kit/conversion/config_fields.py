@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from porting_kit.architectures.config_reader import lookup
 from porting_kit.architectures.fields import REQUIRED, Field
 from porting_kit.errors import BaseModelError
+from porting_kit.releases.build_flags import draft_limit_key
 
 if TYPE_CHECKING:
     from porting_kit.architectures.base_config import BaseConfig
@@ -51,6 +52,7 @@ def build_config(
     pp_size: int = 1,
     heads: HeadSet | None = None,
     max_draft_len: int | None = None,
+    release: str | None = None,
 ) -> tuple[dict[str, Any], tuple[FieldRow, ...]]:
     """The config to write, and its table.
 
@@ -59,6 +61,7 @@ def build_config(
         dtype: dtype of the checkpoint.
         heads: adds the Medusa keys.
         max_draft_len: draft tokens of the largest tree; 63 when None.
+        release: TensorRT-LLM release it is for; the first ones read the draft limit under another name.
 
     Raises:
         BaseModelError: the source lacks a key that the runtime class needs.
@@ -92,7 +95,8 @@ def build_config(
         ]
         draft = DEFAULT_DRAFT_TOKENS if max_draft_len is None else max_draft_len
         kind = "defaulted" if max_draft_len is None else "derived"
-        rows.append(FieldRow("max_draft_len", draft, None, kind, "draft tokens of the largest tree"))
+        names = dict.fromkeys(("max_draft_len", *([] if release is None else [draft_limit_key(release)])))
+        rows += [FieldRow(name, draft, None, kind, "draft tokens of the largest tree") for name in names]
     rows += [FieldRow(None, base.raw[key], key, "dropped", _why_dropped(key)) for key in base.unread_keys]
     rows += _unwritten_rows(base)
     return _nest(rows), tuple(rows)

@@ -68,7 +68,13 @@ def convert_checkpoint(
     require_release(base, release)
     plan = plan_conversion(base, source, tp_size=tp_size, pp_size=pp_size, dtype=dtype, heads=heads, release=release)
     config, table = build_config(
-        plan.base, dtype=dtype, tp_size=tp_size, pp_size=pp_size, heads=heads, max_draft_len=max_draft_len
+        plan.base,
+        dtype=dtype,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        heads=heads,
+        max_draft_len=max_draft_len,
+        release=release,
     )
     if fit is not None:
         plan = fit.refit_plan(plan, config)
@@ -119,7 +125,7 @@ def checkpoint_tensors(
     dtype = dtype or choose_dtype(base)
     require_release(base, release)
     plan = plan_conversion(base, source, dtype=dtype, heads=heads, release=release)
-    config, _ = build_config(plan.base, dtype=dtype, heads=heads, max_draft_len=max_draft_len)
+    config, _ = build_config(plan.base, dtype=dtype, heads=heads, max_draft_len=max_draft_len, release=release)
     tensors = {}
     for planned, _, whole in iterate_targets(plan, source, heads):
         # clone: an uncast tensor may be a view of the mapped source file
@@ -233,7 +239,7 @@ def _tied_warning(plan: ConversionPlan, source: TensorSource) -> Iterator[str]:
 
 
 def _plan_warnings(plan: ConversionPlan, source: TensorSource, heads: HeadSet | None) -> list[str]:
-    warnings = list(heads.warnings) if heads is not None else []
+    warnings = [*heads.warnings, *heads.compare_base(plan.base)] if heads is not None else []
     dtypes = {source.dtype(name) for planned in plan.tensors if planned.origin != "heads" for name in planned.sources}
     if plan.dtype == "float16" and dtypes & {"bfloat16", "float32"}:
         names = ", ".join(sorted(dtypes & {"bfloat16", "float32"}))

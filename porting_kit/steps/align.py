@@ -50,8 +50,12 @@ class AlignResult:
         return {**defaults, **self.outcome.as_dict(), **found}
 
 
-def align_port(run: PortRun) -> AlignResult:
+def align_port(run: PortRun, session: AlignmentSession | None = None) -> AlignResult:
     """Align the run's checkpoint with its base.
+
+    Args:
+        run: the run; patch and convert are run first where they have not finished in it.
+        session: the opened parts, for a caller that goes on using them; opened here when None.
 
     Raises:
         RunFolderError: a step before is stale.
@@ -62,7 +66,7 @@ def align_port(run: PortRun) -> AlignResult:
     _require_possible(run)
     require_steps(run, "patch", "convert")
     with running_step(run, "align") as watch:
-        session = AlignmentSession(run)
+        session = session or AlignmentSession(run)
         try:
             alignment = session.align_captured() if run.port.engine == "captured" else session.align()
         except KernelRefusal as refusal:

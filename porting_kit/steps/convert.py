@@ -45,7 +45,8 @@ def convert_port(run: PortRun) -> ConvertResult:
         base = read_base_config(port.base_path, open_tensor_source(port.base_path).names())
         heads = read_port_heads(port, base, check_values=True)
         tree = read_port_tree(port, heads)
-        fit = plan_port_fit(port, base, target_profile(port, source_tree))
+        profile = target_profile(port, source_tree)
+        fit = plan_port_fit(port, base, profile)
         activations = measure_port_activations(port, source_tree, fit)
         with replace_folder(run.folder.checkpoint) as folder:
             conversion = convert_checkpoint(
@@ -55,7 +56,7 @@ def convert_port(run: PortRun) -> ConvertResult:
                 dtype=port.dtype,
                 tp_size=port.target.tp_size,
                 pp_size=port.target.pp_size,
-                release=None if source_tree.kind == "bundled" else source_tree.release,
+                release=profile.release,
                 fit=fit.for_conversion(activations) if fit.steps else None,
             )
             write_json(folder / RECEIPT, conversion.receipt())

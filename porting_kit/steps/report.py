@@ -47,9 +47,19 @@ def write_report(run: PortRun) -> ReportResult:
 
 
 def read_outcomes(run: PortRun) -> dict[str, StepOutcome]:
-    """The outcomes of the steps before the report that have finished, in order."""
+    """The outcomes of the steps before the report that have finished, in order; a stale one counts as not run."""
     found = {step: run.folder.outcome(step) for step in CHECKED_STEPS}
-    return {step: outcome for step, outcome in found.items() if outcome is not None}
+    return {step: _refuse_stale(run, outcome) for step, outcome in found.items() if outcome is not None}
+
+
+def _refuse_stale(run: PortRun, outcome: StepOutcome) -> StepOutcome:
+    """The outcome, or one that says it was made from other settings or files than those of today."""
+    today = run.inputs(outcome.step)
+    changed = sorted(name for name in {*today, *outcome.inputs} if today.get(name) != outcome.inputs.get(name))
+    if not changed:
+        return outcome
+    summary = f"stale, rerun it: {', '.join(changed)} changed since"
+    return StepOutcome(outcome.step, Verdict.NOT_RUN, summary, failing_gate=f"{outcome.step} is stale")
 
 
 def combine_outcomes(outcomes: Mapping[str, StepOutcome]) -> StepOutcome:
