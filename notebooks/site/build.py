@@ -48,7 +48,8 @@ def stage_sources(staging: Path, runs: Path) -> str:
     run, executed = find_complete_run(runs, [notebook.name for notebook in notebooks])
     for notebook in notebooks:
         text = executed.get(notebook.name, notebook).read_text(encoding="utf-8")
-        (staging / notebook.name).write_text(drop_widgets(text), encoding="utf-8")
+        text = drop_widgets(text).replace(f"{runs.resolve().parent}/", "")  # papermill writes absolute paths
+        (staging / notebook.name).write_text(text, encoding="utf-8")
     outputs = "The notebooks are shown without outputs: no complete run was there when the site was built."
     if run is not None:
         outputs = f"The outputs in the notebooks are those of the run `{run.name}`."

@@ -14,6 +14,8 @@ suppress_warnings = ["myst.header"]  # an included part starts at its own headin
 
 html_theme = "furo"
 html_title = "porting-kit"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
 

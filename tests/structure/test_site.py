@@ -61,12 +61,15 @@ def test_the_site_builds_with_the_outputs_of_the_run(project):
     shutil.copytree(
         project / "notebooks", project / "runs" / "demo", ignore=shutil.ignore_patterns("site", "00_count.*")
     )
-    write_executed(project / "runs" / "demo" / "preflight", STREAM, WIDGET)
+    path = {"output_type": "stream", "name": "stdout", "text": f"{project}/runs/demo\n"}
+    write_executed(project / "runs" / "demo" / "preflight", STREAM, WIDGET, path)
     run = build(project)
     assert run.returncode == 0, run.stderr
     page = (project / "build" / "docs" / "00_count.html").read_text()
     assert "three heads" in page
     assert "HBox" not in page
+    assert "runs/demo" in page
+    assert str(project) not in page
     assert "those of the run <code" in (project / "build" / "docs" / "index.html").read_text()
     for needed in ("refused", "port file", "covered"):
         assert needed in "".join(file.read_text() for file in (project / "build" / "docs").glob("*.html"))
