@@ -94,7 +94,9 @@ def find_patch_problems(
     installed: dict[str, tuple[str, str | None]], pins: list[Requirement], python: str
 ) -> list[str]:
     """Pinned packages that the first patch release of a Python line cannot install, from what they themselves say."""
-    exact = {(canonicalize_name(pin.name), str(pin.specifier)[2:]) for pin in pins}
+    environment = {"python_version": python, "python_full_version": f"{python}.0"}
+    active = [pin for pin in pins if pin.marker is None or pin.marker.evaluate(environment)]
+    exact = {(canonicalize_name(pin.name), str(pin.specifier)[2:]) for pin in active}
     return [
         f"{name}: {version} needs Python {requires}"
         for name, (version, requires) in installed.items()
@@ -194,6 +196,8 @@ def test_a_pin_that_needs_a_later_patch_release_is_found():
     pins = read_pins("soupsieve==4.1.3\ntorch==2.13.0\nnumpy==2.4.6\n")
     assert find_patch_problems(installed, pins, "3.11") == ["soupsieve: 4.1.3 needs Python >=3.11.5"]
     assert find_patch_problems(installed, pins, "3.12") == []
+    later = read_pins('soupsieve==2.10 ; python_version < "3.12"\nsoupsieve==4.1.3 ; python_version >= "3.12"\n')
+    assert find_patch_problems(installed, later, "3.11") == []
 
 
 def test_versions_of_several_pythons_become_lines_with_markers(root):
