@@ -11,17 +11,17 @@ LISTED = (".ci", "notebooks", "porting_kit")
 UNLISTED = re.compile(r"(^|/)(__init__|__main__)\.py$")
 
 
-def read_file_map(readme: str) -> dict[str, str]:
+def read_file_map(readme: str) -> list[tuple[str, str]]:
     """The paths of the map, folders with a trailing slash, and what is said of each."""
     block = re.search(r"^## File map\n+```text\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     assert block, "the README has no section 'File map' that starts with a text block"
-    entries: dict[str, str] = {}
+    entries: list[tuple[str, str]] = []
     parents: list[str] = []
     for line in block.group(1).splitlines():
         name, _, description = line.strip().partition(" ")
         depth = (len(line) - len(line.lstrip(" "))) // 2
         parents = [*parents[:depth], name]
-        entries["".join(parents)] = description.strip()
+        entries.append(("".join(parents), description.strip()))
     return entries
 
 
@@ -39,14 +39,15 @@ def expected_entries(files: tuple[str, ...]) -> set[str]:
 
 def find_map_problems(readme: str, files: tuple[str, ...]) -> list[str]:
     """One line for each difference between the map and the tree."""
-    entries = read_file_map(readme)
+    listed = read_file_map(readme)
+    entries = dict(listed)
     expected = expected_entries(files)
     known = {"/".join(file.split("/")[:depth]) + "/" for file in files for depth in range(1, len(file.split("/")))}
     known |= set(files)
     problems = [f"{path}: not in the map" for path in sorted(expected - set(entries))]
     problems += [f"{path}: in the map, not in the tree" for path in entries if path not in known]
     problems += [f"{path}: nothing is said of it" for path, description in entries.items() if not description]
-    return problems
+    return problems + [f"{path}: listed twice" for path in entries if [item[0] for item in listed].count(path) > 1]
 
 
 def test_the_file_map_equals_the_tree(root, tracked_files):
@@ -83,6 +84,7 @@ def test_a_right_map_passes():
         (MAP, (*FILES, "setup.cfg"), "setup.cfg: not in the map"),
         (MAP.replace("port.py ", "ports.py"), FILES, "porting_kit/port.py: not in the map"),
         (MAP.replace("tests/     ", "tests/\n  gone/  "), FILES, "tests/gone/: in the map, not in the tree"),
+        (MAP.replace("tests/   ", "README.md  again\ntests/"), FILES, "README.md: listed twice"),
         (MAP.replace("the port file", ""), FILES, "porting_kit/port.py: nothing is said of it"),
     ],
 )
