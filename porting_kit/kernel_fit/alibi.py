@@ -34,15 +34,6 @@ ERROR_BOUND_NATS = 0.025
 """Largest error of an attention logit, where keys matter, that the fit of the line itself may have."""
 MOST_PAIRS = 32
 """More pairs follow the line no better than half precision lets them be seen."""
-KEYWORDS = (
-    "attention_head_size",
-    "position_embedding_type",
-    "max_position_embeddings",
-    "rotary_embedding_percentage",
-    "rotary_embedding_base",
-    "bias",
-    "dense_bias",
-)
 
 
 def model_slopes(config: Mapping[str, Any], content_size: int | None = None) -> np.ndarray:
@@ -117,7 +108,7 @@ def fold_alibi(
         f"ALiBi becomes {pairs} rotary pairs of base {fit.base:g} before {content} content dims, up to "
         f"{length_tokens} tokens"
     )
-    return fitted, folded, FitNote("fold_alibi", False, what, figures, KEYWORDS)
+    return fitted, folded, FitNote("fold_alibi", False, what, figures)
 
 
 def _require_alibi(config: Mapping[str, Any], head_size: int, content: int) -> None:

@@ -76,16 +76,13 @@ def pad_head_size(config: Config, tensors: Tensors, *, head_size: int) -> Fitted
     factor = math.sqrt(head_size / old)
     padded = change_layers(config, tensors, lambda _, heads: scale_queries(pad_dims(heads, head_size), factor))
     fitted = {**config, "head_size": head_size}
-    keywords = ["attention_head_size"]
     if config["position_embedding_type"].startswith("rope"):
         set_rotary_dims(fitted, rotary_dims(config))
-        keywords.append("rotary_embedding_percentage")
     note = FitNote(
         "pad_head_size",
         True,
         f"heads of {old} dims are padded with zeros to {head_size}",
         {"head_size": [old, head_size], "query_factor": factor},
-        tuple(keywords),
     )
     return fitted, padded, note
 
@@ -138,7 +135,6 @@ def pad_query_groups(config: Config, tensors: Tensors) -> Fitted:
         True,
         f"query groups of {old} are padded with zero heads to {new}: {heads} query heads become {kv_heads * new}",
         {"query_heads": [heads, kv_heads * new], "group": [old, new]},
-        ("attention_head_size",),
     )
     return fitted, change_layers(config, tensors, pad), note
 
@@ -167,6 +163,5 @@ def fold_scale(config: Config, tensors: Tensors, *, q_scaling: float | None = No
         True,
         f"query weights are divided by q_scaling {scaling:g}, which becomes 1",
         {"q_scaling": [scaling, 1.0]},
-        ("q_scaling",),
     )
     return {**config, "q_scaling": 1.0}, folded, note

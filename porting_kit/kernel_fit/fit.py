@@ -134,7 +134,7 @@ def merge_notes(parts: Sequence[Sequence[FitNote]]) -> tuple[FitNote, ...]:
                 figures[name] = max(values)
             else:
                 figures[name] = value
-        merged.append(FitNote(notes[0].transform, notes[0].exact, notes[0].what, figures, notes[0].keywords))
+        merged.append(FitNote(notes[0].transform, notes[0].exact, notes[0].what, figures))
     return tuple(merged)
 
 

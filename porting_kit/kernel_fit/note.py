@@ -15,18 +15,16 @@ class FitNote:
         exact: True when the fitted model computes the same function up to rounding of weights.
         what: one sentence.
         figures: measured figures; names carry units.
-        keywords: arguments of the attention layer that the patched source must take from the config.
     """
 
     transform: str
     exact: bool
     what: str
     figures: dict[str, Any] = field(default_factory=dict)
-    keywords: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.transform}: {self.what} ({'exact' if self.exact else 'approximate'})"
 
     def as_dict(self) -> dict[str, Any]:
         """A JSON-ready dict."""
-        return {**vars(self), "figures": dict(self.figures), "keywords": list(self.keywords)}
+        return {**vars(self), "figures": dict(self.figures)}

@@ -13,6 +13,7 @@ from tests.kernel_fit.fitted_models import RELEASE, context_error, fit_toy, floa
 
 TOLERANCE = 1e-5
 GROUPS_RELEASE = "0.9.0.dev2024022700"  # refuses groups that are no power of two
+PYTHIA = ToySize(hidden_size=256, heads=4, kv_heads=4, inner=1024)
 SMOLLM2 = ToySize(hidden_size=9 * 64, heads=9, kv_heads=3, inner=128)
 QWEN2 = ToySize(hidden_size=14 * 128, heads=14, kv_heads=2, inner=128, layers=1)
 CASES = {

