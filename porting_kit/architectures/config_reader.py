@@ -315,6 +315,12 @@ def _check_heads(values: Mapping[str, Any], where: str) -> None:
 
 def _find_refusals(raw: Mapping[str, Any], family: Family, reader: ConfigReader) -> tuple[Refusal, ...]:
     found = []
+    quantised = raw.get("quantization_config")
+    reader.read_keys.add("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "unnamed") if isinstance(quantised, Mapping) else quantised
+        effect = "its weights are packed; convert the unquantised model and let TensorRT-LLM quantise it"
+        found.append(Refusal("quantization_config", method, effect, "examples/quantization 0.13.0.dev2024090300"))
     for requirement in family.requirements:
         if requirement.key.startswith("@"):
             value = reader.values[requirement.key[1:]]

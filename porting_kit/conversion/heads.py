@@ -7,24 +7,19 @@ module does not decide whether heads are any good (an offline acceptance check d
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from porting_kit.conversion.head_files import BASE_KEYS, COUNT_KEYS, LAYER_KEYS, open_heads
 from porting_kit.conversion.head_layouts import HeadNames, match_layout
-from porting_kit.conversion.tensor_source import HEAD_FILES, TensorSource, open_tensor_source
-from porting_kit.conversion.weight_files import read_header
-from porting_kit.errors import BaseModelError, HeadsError
+from porting_kit.conversion.tensor_source import TensorSource
+from porting_kit.errors import HeadsError
 
 if TYPE_CHECKING:
     import torch
 
     from porting_kit.architectures.base_config import BaseConfig
-
-COUNT_KEYS = ("medusa_num_heads", "num_medusa_heads", "num_heads")
-LAYER_KEYS = ("medusa_num_layers", "num_medusa_layers", "num_hidden_layers")
-BASE_KEYS = ("num_heads", "num_hidden_layers", "vocab_size")  # mean the base's own sizes in a base model's config
 
 
 @dataclass(frozen=True)
@@ -82,6 +77,14 @@ class HeadSet:
         if origin is None:
             return torch.zeros(self.hidden_size, dtype=getattr(torch, self.dtype))
         return self.source.read(origin)
+
+    def compare_base(self, base: BaseConfig) -> tuple[str, ...]:
+        """A warning when the heads' config names another base than this one, judged by the last part of the names."""
+        stated = str(self.stated.get("base_model_name_or_path") or "")
+        names = {Path(base.where).parent.name, str(base.raw.get("_name_or_path") or "").rstrip("/").split("/")[-1]}
+        if not stated or stated.rstrip("/").split("/")[-1].lower() in {name.lower() for name in names}:
+            return ()
+        return (f"the heads' config names the base {stated}; the one given is {Path(base.where).parent}",)
 
     def check_against(self, base: BaseConfig) -> None:
         """Raise HeadsError when the heads cannot sit on this base: hidden size or vocabulary differ."""
@@ -163,7 +166,7 @@ def read_head_set(path: str | Path, *, use: int | None = None, check_values: boo
             belong together, more heads asked for than exist, two files that disagree, values that are not finite.
     """
     path = Path(path)
-    source, config = _open_heads(path)
+    source, config = open_heads(path)
     names = match_layout(source.names(), path)
     num_found, num_layers = _count(names, path)
     if use is not None and not 1 <= use <= num_found:
@@ -201,64 +204,6 @@ def read_head_set(path: str | Path, *, use: int | None = None, check_values: boo
     if not check_values:
         return heads
     return HeadSet(**{**heads.__dict__, "warnings": heads.warnings + heads.check_values()})
-
-
-def _open_heads(path: Path) -> tuple[TensorSource, dict[str, Any]]:
-    if path.is_file():
-        return TensorSource(read_header(path, HeadsError), path, HeadsError), _read_config(path.parent)
-    if not path.is_dir():
-        raise HeadsError("the heads do not exist", where=path)
-    config = _read_config(path)
-    files = [path / name for name in HEAD_FILES if (path / name).exists()]
-    if not files:
-        files = sorted(file for file in path.iterdir() if file.suffix in (".pt", ".safetensors", ".bin"))
-        files = files if len(files) == 1 else []
-    if len(files) == 1:
-        return TensorSource(read_header(files[0], HeadsError), files[0], HeadsError), config
-    if not files:
-        try:
-            return open_tensor_source(path), config
-        except BaseModelError as problem:
-            raise HeadsError(
-                "the folder holds no heads",
-                expected=f"{' or '.join(HEAD_FILES)}, or a model with merged heads",
-                found=problem.subject,
-                where=path,
-            ) from None
-    sources = [TensorSource(read_header(file, HeadsError), file, HeadsError) for file in files]
-    if differing := _differences(*sources):
-        raise HeadsError(
-            f"{files[0].name} and {files[1].name} hold different heads",
-            expected="one head file, or two with the same content",
-            found=f"{len(differing)} tensors differ",
-            where=path,
-            items=differing,
-            next_step="name the file to use instead of the folder, or delete the other",
-        )
-    return sources[0], config
-
-
-def _differences(first: TensorSource, second: TensorSource) -> list[str]:
-    import torch
-
-    names = sorted(set(first.names()) ^ set(second.names()))
-    for name in set(first.names()) & set(second.names()):
-        same_kind = first.shape(name) == second.shape(name) and first.dtype(name) == second.dtype(name)
-        if not same_kind or not torch.equal(first.read(name), second.read(name)):
-            names.append(name)
-    return names
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise HeadsError("the heads' config.json is not JSON", found=error, where=file) from None
-    keys = (*COUNT_KEYS, *LAYER_KEYS, "base_model_name_or_path", "truncated_vocab_size", "vocab_size", "model_type")
-    return {key: config[key] for key in keys if key in config}
 
 
 def _count(names: HeadNames, where: Path) -> tuple[int, int]:

@@ -149,6 +149,7 @@ def test_a_silent_config_is_settled_by_the_tensors() -> None:
         ("Qwen2ForCausalLM", {"use_sliding_window": True}, "use_sliding_window"),
         ("MptForCausalLM", {"no_bias": False}, "no_bias"),
         ("BaichuanForCausalLM", {"rope_theta": 5e5}, "rope_base"),
+        ("LlamaForCausalLM", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ],
 )
 def test_settings_without_counterpart_are_refused_by_name(architecture: str, changes: dict, key: str) -> None:

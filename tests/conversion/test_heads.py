@@ -294,6 +294,23 @@ def test_swapped_folders_are_told_apart(base: Path, tmp_path: Path) -> None:
     assert heads.stated["base_model_name_or_path"] == "/data/exp/old_run"
 
 
+@pytest.mark.parametrize(
+    ("stated", "warned"),
+    [
+        ("/data/exp/old_run", True),
+        ("someone/Base", False),
+        ("/elsewhere/base/", False),
+        ("acme/tiny-1b", False),
+        (None, False),
+    ],
+)
+def test_heads_of_a_base_by_another_name_are_said(stated: str | None, warned: bool, tmp_path: Path) -> None:
+    write_model(tmp_path / "base", raw_config("qwen2", _name_or_path="acme/tiny-1B"))
+    write_heads(tmp_path / "heads", head_tensors(1), {"base_model_name_or_path": stated})
+    outcome = convert_checkpoint(tmp_path / "base", tmp_path / "out", heads=tmp_path / "heads", dtype="float32")
+    assert any(f"names the base {stated}" in warning for warning in outcome.warnings) == warned
+
+
 def test_a_pointer_in_place_of_heads_is_refused(tmp_path: Path) -> None:
     (tmp_path / "medusa_lm_head.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     with pytest.raises(HeadsError, match="is a 63-byte pointer, not weights"):

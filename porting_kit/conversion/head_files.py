@@ -1,0 +1,83 @@
+"""Finds the file that holds Medusa heads, and the config beside it.
+
+A folder may hold one head file, two with the same content, or a whole model with merged heads. Which file is meant is
+never guessed: two that differ are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from porting_kit.conversion.tensor_source import HEAD_FILES, TensorSource, open_tensor_source
+from porting_kit.conversion.weight_files import read_header
+from porting_kit.errors import BaseModelError, HeadsError
+
+COUNT_KEYS = ("medusa_num_heads", "num_medusa_heads", "num_heads")
+LAYER_KEYS = ("medusa_num_layers", "num_medusa_layers", "num_hidden_layers")
+BASE_KEYS = ("num_heads", "num_hidden_layers", "vocab_size")  # mean the base's own sizes in a base model's config
+
+
+def open_heads(path: Path) -> tuple[TensorSource, dict[str, Any]]:
+    """The tensors of a head file, of a folder's one head file, or of a model with merged heads; and the config's keys.
+
+    Raises:
+        HeadsError: nothing there, a damaged file, or two head files that differ.
+    """
+    if path.is_file():
+        return TensorSource(read_header(path, HeadsError), path, HeadsError), read_head_config(path.parent)
+    if not path.is_dir():
+        raise HeadsError("the heads do not exist", where=path)
+    config = read_head_config(path)
+    files = [path / name for name in HEAD_FILES if (path / name).exists()]
+    if not files:
+        files = sorted(file for file in path.iterdir() if file.suffix in (".pt", ".safetensors", ".bin"))
+        files = files if len(files) == 1 else []
+    if len(files) == 1:
+        return TensorSource(read_header(files[0], HeadsError), files[0], HeadsError), config
+    if not files:
+        try:
+            return open_tensor_source(path), config
+        except BaseModelError as problem:
+            raise HeadsError(
+                "the folder holds no heads",
+                expected=f"{' or '.join(HEAD_FILES)}, or a model with merged heads",
+                found=problem.subject,
+                where=path,
+            ) from None
+    sources = [TensorSource(read_header(file, HeadsError), file, HeadsError) for file in files]
+    if differing := _differences(*sources):
+        raise HeadsError(
+            f"{files[0].name} and {files[1].name} hold different heads",
+            expected="one head file, or two with the same content",
+            found=f"{len(differing)} tensors differ",
+            where=path,
+            items=differing,
+            next_step="name the file to use instead of the folder, or delete the other",
+        )
+    return sources[0], config
+
+
+def _differences(first: TensorSource, second: TensorSource) -> list[str]:
+    import torch
+
+    names = sorted(set(first.names()) ^ set(second.names()))
+    for name in set(first.names()) & set(second.names()):
+        same_kind = first.shape(name) == second.shape(name) and first.dtype(name) == second.dtype(name)
+        if not same_kind or not torch.equal(first.read(name), second.read(name)):
+            names.append(name)
+    return names
+
+
+def read_head_config(folder: Path) -> dict[str, Any]:
+    """What a config.json beside the heads states: counts, sizes and the base's name; empty when there is none."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise HeadsError("the heads' config.json is not JSON", found=error, where=file) from None
+    keys = (*COUNT_KEYS, *LAYER_KEYS, "base_model_name_or_path", "truncated_vocab_size", "vocab_size", "model_type")
+    return {key: config[key] for key in keys if key in config}
