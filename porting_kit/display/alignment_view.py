@@ -109,12 +109,14 @@ def texts_table(alignment: Document, texts: Sequence[str] = (), *, limit: int | 
 
 @_with_tokens
 def margins_plot(alignment: Document, prompt: int | None = None) -> Picture | Facts:
-    """Margins along one prompt's text: that of the first divergence unless another is asked for."""
+    """Margins along one prompt's text: that of the first divergence, else the longest, unless another is asked for."""
+    rows, first = alignment["rows"], alignment["first_divergence"]
     if prompt is None:
-        prompt = alignment["first_divergence"]["prompt"] if alignment["first_divergence"] else 0
-    if prompt >= len(alignment["rows"]):
+        longest = max(range(len(rows)), key=lambda place: len(rows[place]["margins"]), default=0)
+        prompt = first["prompt"] if first else longest
+    if prompt >= len(rows):
         return Facts([], note="No text to draw.")
-    row = alignment["rows"][prompt]
+    row = rows[prompt]
     tolerance = alignment["noise"]["near_tie_tolerance"]
     return plot_margins(row["margins"], tolerance=tolerance, near_ties=row["near_ties"], wrong=row["wrong"])
 

@@ -93,7 +93,8 @@ def plot_tree(tree: MedusaTree, *, accepted: Sequence[int] = (), tokens: Mapping
         axes.margins(y=0.08)
         axes.invert_yaxis()
         axes.grid(False)
-    path = f"; accepted path of {len(accepted) - 1} drafts drawn thick" if accepted else ""
+    drafts = len(accepted) - 1
+    path = f"; accepted path of {drafts} {'draft' if drafts == 1 else 'drafts'} drawn thick" if accepted else ""
     return Picture(finish.png, f"Draft tree: {tree.describe()}{path}")
 
 

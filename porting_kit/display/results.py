@@ -154,6 +154,23 @@ def base_facts(base: Any, heads: Any) -> Facts:
     return Facts([*pairs, *(("warning", warning) for warning in heads.warnings)], title="Base and heads")
 
 
+def fit_plan_table(fit: Any | None) -> Table:
+    """The transforms that will make the model fit the kernels, and which gates each is there for.
+
+    Args:
+        fit: `kernel_fit.FitPlan`; None when no combination passes every gate.
+    """
+    if fit is None:
+        return Table(("transform",), [], title="Kernel fit", note="no combination of transforms passes every gate")
+    rows = [(Code(str(step)), fit.mends.get(step.name, ())) for step in fit.steps]
+    if not rows:
+        return Table(("transform",), [], title="Kernel fit", note="none: the model stays as it is")
+    before, after = fit.cache_bytes_per_token
+    note = f"{'Exact' if fit.exact else 'Approximate'}; KV cache of one token: {before:,} bytes before, {after:,} after"
+    note += f"; right for up to {fit.length_tokens} tokens." if fit.length_tokens else "."
+    return Table(("transform", "mends"), rows, title="Kernel fit", note=note)
+
+
 def drops_table(drops: Iterable[Any], file: str) -> Table:
     """Where a model definition loses the speculative-decoding arguments."""
     rows = [

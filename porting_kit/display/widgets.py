@@ -69,7 +69,7 @@ class Walker:
 
     def _show(self, place: int) -> None:
         label, make_frame = self.frames[place - 1]
-        self.view.value = f"<p><b>{label}</b></p>{make_frame().to_html()}"
+        self.view.value = f"<p><b>{html.escape(label)}</b></p>{make_frame().to_html()}"
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
@@ -86,16 +86,18 @@ def walk_hunks(diff: str, *, interactive: bool) -> Walker:
     return Walker(frames, view_diff(diff), interactive=interactive, noun="hunk")
 
 
-def walk_alignment(align: Any, tree: Any, *, prompt: int = 0, interactive: bool) -> Walker | Facts:
+def walk_alignment(align: Any, tree: Any, *, prompt: int | None = None, interactive: bool) -> Walker | Facts:
     """Step through the accepted trees of one prompt of an alignment.
 
     Args:
         align: `steps.align.AlignResult`.
         tree: the tree of the run.
-        prompt: which prompt.
+        prompt: which prompt; the one with the longest answer when None.
         interactive: whether the slider is shown.
     """
     texts = align.alignment.texts if align.alignment is not None else ()
+    if prompt is None:
+        prompt = max(range(len(texts)), key=lambda place: len(texts[place].tokens), default=0)
     if prompt >= len(texts) or texts[prompt].origins is None:
         return Facts([], note="There are no steps to walk: no token was made here, or an engine made them.")
     text = texts[prompt]

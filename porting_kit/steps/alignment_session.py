@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -59,7 +60,8 @@ class AlignmentSession:
     @cached_property
     def reference(self) -> Reference:
         """The base in float32."""
-        return load_reference(self.run.port.base_path)
+        with _no_progress_bar():
+            return load_reference(self.run.port.base_path)
 
     @cached_property
     def source(self) -> TensorSource:
@@ -230,3 +232,17 @@ class AlignmentSession:
         rows = [np.asarray(text.tokens, dtype=np.int32) for text in result.texts]
         end_id = self.reference.settings.end_ids[0] if self.reference.settings.end_ids else 0
         write_captured_tokens(path, self.prompts, rows, end_id=end_id)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws a widget while it loads, which a saved notebook can only show as broken."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()

@@ -1,6 +1,7 @@
 """The report is one file that needs no network, says what was not covered, and is written for broken-off runs too."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -29,6 +30,7 @@ def run(tmp_path):
 
 
 def finish(run, step, verdict=Verdict.PASS, **fields):
+    fields = {"inputs": run.inputs(step), **fields}
     outcome = StepOutcome(step, verdict, fields.pop("summary", f"{step} is done"), **fields)
     run.folder.finish(outcome)
     return outcome
@@ -71,7 +73,7 @@ def fill_run(run, verdict=Verdict.FAIL):
     finish(run, "preflight")
     finish(run, "patch")
     write_text(run.folder.patched / "port.patch", "--- a/m.py\n+++ b/m.py\n@@ -1 +1,2 @@\n one\n+two <x>\n")
-    finish(run, "convert", covered=(Coverage.WEIGHTS,), inputs={"base files": "ab" * 32})
+    finish(run, "convert", covered=(Coverage.WEIGHTS,))
     receipt = {
         "sources": [{"name": "wte", "file": "m", "targets": ["vocab"], "reason": ""}],
         "targets": [
@@ -167,7 +169,7 @@ def test_every_step_has_its_section(run):
         "rope_base_lost",
         "depth 1",
         "the attention of layer 0 parts first",
-        "abababab",
+        "SHA-256",
         "Draft tree: 2 draft nodes",
     )
     for text in expected:
@@ -188,6 +190,15 @@ def test_a_broken_off_run_has_a_report_too(run, steps):
     assert result.outcome.verdict is Verdict.NOT_RUN
     assert "not run yet" in result.outcome.summary
     assert "– not run" in read_page(run)[0]
+
+
+def test_a_stale_step_is_named_and_is_no_pass(run):
+    fill_run(run, Verdict.PASS)
+    changed = replace(run, port=run.port.model_copy(update={"kernel": "release:0.11.0.dev2024062500"}))
+    result = write_report(changed)
+    assert result.outcome.verdict is Verdict.NOT_RUN
+    assert "stale, rerun it: port.kernel changed since" in result.outcome.summary
+    assert "stale" in read_page(run)[0]
 
 
 def test_text_of_the_run_cannot_become_markup(run):
