@@ -181,6 +181,7 @@ class Family:
         renamed: (release, older name): the architecture's name in releases before that one.
         head_size_since: first release whose class takes a head size other than E / H; None when none does.
         settings_since: config values that older releases do not follow.
+        rope_scaling_since: first release whose class scales rotary positions, where that is later than the release's.
     """
 
     name: str
@@ -205,6 +206,7 @@ class Family:
     first_release: str = "0.8.0"
     head_size_since: str | None = None
     settings_since: tuple[SettingSince, ...] = ()
+    rope_scaling_since: str | None = None
     ranks_since: str | None = None
     renamed: tuple[str, str] | None = None
     broken: tuple[tuple[str, str, str], ...] = ()

@@ -36,7 +36,9 @@ def find_unmet_needs(base: BaseConfig, release: str | None, tp_size: int = 1) ->
         needs.append(Need(f"{base.architecture} on several ranks", base.definition.ranks_since))
     if base.rope_scaling is not None:
         kind = str(base.rope_scaling["type"])
-        needs.append(Need(f"rope scaling of kind {kind!r}", ROPE_KINDS[kind][1]))
+        what = f"rope scaling of kind {kind!r} in {base.architecture}"
+        dates = (ROPE_KINDS[kind][1], base.definition.rope_scaling_since)
+        needs += [Need(what, since) for since in dates if since is not None]
     for setting in base.definition.settings_since:
         if base.raw.get(setting.key) in setting.values:
             needs.append(Need(setting.what, setting.since))

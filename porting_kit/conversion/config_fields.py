@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from porting_kit.architectures.config_reader import lookup
 from porting_kit.architectures.fields import REQUIRED, Field
+from porting_kit.architectures.releases import release_key
 from porting_kit.errors import BaseModelError
 from porting_kit.releases.build_flags import draft_limit_key
 
@@ -95,7 +96,9 @@ def build_config(
         ]
         draft = DEFAULT_DRAFT_TOKENS if max_draft_len is None else max_draft_len
         kind = "defaulted" if max_draft_len is None else "derived"
-        names = dict.fromkeys(("max_draft_len", *([] if release is None else [draft_limit_key(release)])))
+        # The bundled definitions have a name in place of a release number.
+        is_numbered = release is not None and release_key(release) is not None
+        names = dict.fromkeys(("max_draft_len", *([draft_limit_key(release)] if is_numbered else [])))
         rows += [FieldRow(name, draft, None, kind, "draft tokens of the largest tree") for name in names]
     rows += [FieldRow(None, base.raw[key], key, "dropped", _why_dropped(key)) for key in base.unread_keys]
     rows += _unwritten_rows(base)

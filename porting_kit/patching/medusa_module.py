@@ -199,8 +199,10 @@ def _require_shared_classes(tree: SourceTree) -> None:
 def _input_style(tree: SourceTree) -> dict[str, bool]:
     """Who makes the inputs of the tree in this release: read from PretrainedModel.prepare_inputs."""
     known = _shared_method(tree, "PretrainedModel", "prepare_inputs")
+    # Without a GenerationMixin, as in the bundled definitions, a tree makes no engine inputs at all.
+    makes_inputs = (tree.package / "models" / "generation_mixin.py").is_file()
     return {
-        "own_inputs": tree.kind != "bundled" and "speculative_decoding_draft_tokens_external" not in known,
+        "own_inputs": makes_inputs and "speculative_decoding_draft_tokens_external" not in known,
         "pass_draft_len": "max_draft_len" in known,
     }
 

@@ -262,3 +262,12 @@ def test_a_setting_that_an_older_class_ignores_is_told() -> None:
     (need,) = find_unmet_needs(one, "0.14.0.dev2024100800")
     assert "one norm" in need.what
     assert find_unmet_needs(one, "0.15.0") == find_unmet_needs(two, "0.14.0.dev2024100800") == ()
+
+
+def test_a_class_that_scales_rotation_later_than_its_release_is_told() -> None:
+    raw = {"model_type": "chatglm", "hidden_size": 64, "num_layers": 2, "num_attention_heads": 8, "seq_length": 128}
+    raw |= {"padded_vocab_size": 99, "ffn_hidden_size": 96, "rope_ratio": 4, "_name_or_path": "chatglm2-6b-32k"}
+    base = read_base_config(raw)
+    (need,) = find_unmet_needs(base, "0.9.0.dev2024022700")
+    assert "rope scaling of kind 'linear'" in need.what
+    assert find_unmet_needs(base, "0.9.0") == ()

@@ -124,4 +124,6 @@ FAMILY = Family(
         ),
         *("prefix_projection", "quantization_bit", "interleaved_qkv", "chatglm_version"),
     ),
+    # chatglm/model.py: before, rope_ratio always multiplies the base (0.9.0.dev2024031900)
+    rope_scaling_since="0.9.0.dev2024032600",
 )
