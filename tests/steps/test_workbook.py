@@ -61,6 +61,11 @@ def test_all_pass_and_parameters_reach_the_notebooks(run, tmp_path):
     assert read_outcome(tmp_path, "convert")["figures"]["dtype"] == "bfloat16"
     assert len(result.executed) == 6
     assert "verdict: pass" in format_workbook(result)
+    notebook = nbformat.reads(executed_text(tmp_path, "preflight"), as_version=4)
+    injected = next(cell.source for cell in notebook.cells if "injected-parameters" in cell.metadata.get("tags", []))
+    assert 'dtype = "bfloat16"' in injected
+    assert 'overrides = {"target.tp_size": 1}' in injected
+    assert f'run_folder = "{tmp_path}{os.sep}run"' in injected
 
 
 def test_a_failing_gate_stops_the_later_notebooks_and_the_report_names_it(run, tmp_path, capsys):
@@ -138,7 +143,7 @@ def test_an_earlier_run_is_not_taken_for_this_one(run, tmp_path):
 
 
 def test_a_failing_report_notebook_fails_the_run_and_the_report_is_written(run, tmp_path):
-    result = run(*["passes"] * 5, report="exits_zero")
+    result = run("passes_every_step", report="exits_zero")
     assert result.verdict is Verdict.FAIL
     assert result.failed_notebook == "05_exits_zero.ipynb"
     assert "05_exits_zero" in result.failing_gate
@@ -185,12 +190,3 @@ def test_notebooks_are_found_by_their_numbers(tmp_path):
         find_notebooks(tmp_path)
     with pytest.raises(NotebookError, match="no notebooks"):
         find_notebooks(tmp_path / "nowhere")
-
-
-def test_an_executed_notebook_records_what_was_passed(run, tmp_path):
-    run("passes", overrides={"dtype": "bfloat16", "target.max_batch_size": 2})
-    notebook = nbformat.reads(executed_text(tmp_path, "preflight"), as_version=4)
-    injected = next(cell.source for cell in notebook.cells if "injected-parameters" in cell.metadata.get("tags", []))
-    assert 'dtype = "bfloat16"' in injected
-    assert '{"target.max_batch_size": 2}' in injected
-    assert f'run_folder = "{tmp_path}{os.sep}run"' in injected
