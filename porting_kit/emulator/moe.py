@@ -22,7 +22,9 @@ _PLAIN = {
 }
 
 
-def moe_plugin(moe_config: Any, hidden_states: Tensor, *tensors: Tensor, **arguments: Any) -> Tensor:
+def moe_plugin(
+    moe_config: Any, hidden_states: Tensor, *tensors: Tensor, **arguments: Any
+) -> Tensor | tuple[Tensor, Tensor]:
     """The stand-in for layers.moe._moe_plugin of any release.
 
     Args:
@@ -32,7 +34,8 @@ def moe_plugin(moe_config: Any, hidden_states: Tensor, *tensors: Tensor, **argum
         arguments: expert_weight(s)_1 [experts, F or 2F, E], expert_weight(s)_2 [experts, E, F], biases, act_fn, ranks.
 
     Returns:
-        [T, E]; under tensor parallelism this rank's part of the sum.
+        [T, E]; under tensor parallelism this rank's part of the sum. With a side stream also the states that the
+        shared expert reads, which are the input.
     """
     if arguments.get("lora_params") is not None and getattr(arguments["lora_params"], "lora_ranks", None):
         raise_not_emulated("the MoE plugin with LoRA")
@@ -62,6 +65,8 @@ def moe_plugin(moe_config: Any, hidden_states: Tensor, *tensors: Tensor, **argum
         bias = second_bias[expert] if second_bias is not None and is_first_rank else None
         part = torch_functional.linear(inner, second[expert], bias)
         output.index_add_(0, token, (part * weights[token, rank].unsqueeze(1)).to(data.dtype))
+    if int(arguments.get("side_stream_id", 0)):
+        return Tensor(output), tensors[0]
     return Tensor(output)
 
 
