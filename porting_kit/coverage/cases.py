@@ -330,3 +330,6 @@ CASES: tuple[ReferenceCase, ...] = (
         edit_config={"_name_or_path": "THUDM/chatglm2-6b-32k", "rope_ratio": 4},
     ),
 )
+
+# Families that have rules and no random model here: family -> why.
+WITHOUT_REFERENCE = {"grok": "transformers has no Grok and no relative that computes the same"}

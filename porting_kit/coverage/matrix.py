@@ -12,6 +12,7 @@ from typing import Any
 from porting_kit.architectures.base_config import BaseConfig, read_base_config
 from porting_kit.architectures.family import load_families
 from porting_kit.architectures.releases import release_key
+from porting_kit.coverage.cases import WITHOUT_REFERENCE
 from porting_kit.coverage.comparison import (
     NEW_TOKENS,
     compare_context,
@@ -256,7 +257,8 @@ def explain_no_case(arch: str) -> str:
     """Why an architecture has no case: an unknown family, or a known one without a reference model."""
     for family in load_families().values():
         if arch in (*family.architectures, *family.architectures.values()):
-            return f"the family {family.name} has no random reference model"
+            why = WITHOUT_REFERENCE.get(family.name, "none of its cases has this name")
+            return f"no random reference model of the family {family.name}: {why}"
     return NO_FAMILY
 
 

@@ -44,9 +44,9 @@ def plan_rows(
     Raises:
         SourceTreeError: the tree has no architecture of that name.
     """
-    for name in architectures:
-        tree.find_model(name)
     names = sorted(tree.model_names())
+    for unknown in [name for name in architectures if name not in names]:
+        tree.find_model(unknown)  # says which names are near
     served = {case: find_architecture(case, tree.release) for case in cases}
     rows: list[PlannedRow] = []
     for arch in names:
