@@ -44,6 +44,7 @@ def stage_sources(staging: Path, runs: Path) -> str:
     """Copy pages, README and notebooks into the staging folder; returns the sentence on where outputs come from."""
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
+    shutil.copytree(ROOT / "notebooks" / "howto", staging / "howto")
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
     run, executed = find_complete_run(runs, [notebook.name for notebook in notebooks])
     for notebook in notebooks:
