@@ -72,13 +72,8 @@ def test_what_the_project_does_not_know_is_refused(make_tree):
 
 
 def test_a_recurrent_state_is_refused_before_anything_runs(make_tree):
-    root = make_tree(
-        (
-            NEOX_FILE,
-            "attention_params=None,\n    ):\n        attention_output",
-            "conv_state=None,\n        attention_params=None,\n    ):\n        attention_output",
-        )
-    )
+    signature = "attention_params=None,\n    ):\n        attention_output"
+    root = make_tree((NEOX_FILE, signature, f"conv_state=None,\n        {signature}"))
     (row,) = cover(root, NEOX).values()
     assert (row.status, row.patched, row.context_error) == ("refused", "refused", None)
     assert "recurrent state" in row.reason
