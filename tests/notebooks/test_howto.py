@@ -1,0 +1,75 @@
+"""The how-to pages name only commands, options, modules and files that exist."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from porting_kit.cli import app
+from porting_kit.port import known_field_names, make_port
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "notebooks" / "howto").glob("*.md"))
+COMMANDS = typer.main.get_command(app).commands
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def find_page_problems(text: str) -> list[str]:
+    """One line for everything in a page that does not exist."""
+    problems = []
+    for line in re.findall(r"porting-kit [^`\n]*", text):
+        words = line.split()
+        command = COMMANDS.get(words[1])
+        if command is None:
+            problems.append(f"no command {words[1]!r}")
+            continue
+        known = {option for parameter in command.params for option in parameter.opts}
+        problems += [f"no option {word}" for word in words if word.startswith("-") and word not in known]
+        names = re.findall(r"-p ([\w.]+)=", line)
+        problems += [f"no field {name}" for name in names if name not in known_field_names()]
+    for language, block in BLOCK.findall(text):
+        if language == "python":
+            problems += find_import_problems(block)
+    links = re.findall(r"\]\(\.\./([^)]+)\)", text)
+    problems += [f"no file {link}" for link in links if not (ROOT / "notebooks" / link).is_file()]
+    return problems
+
+
+def find_import_problems(source: str) -> list[str]:
+    """Names that a snippet imports and that are not there."""
+    return [
+        f"no {node.module}.{alias.name}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if not hasattr(importlib.import_module(node.module), alias.name)
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_names_only_what_exists(page):
+    assert find_page_problems(page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("run `porting-kit aling PORT.yaml`", "no command 'aling'"),
+        ("`porting-kit build PORT.yaml --plan`", "no option --plan"),
+        ("`porting-kit run PORT.yaml -p dtyp=float16`", "no field dtyp"),
+        ("[x](../07_more.ipynb)", "no file 07_more.ipynb"),
+        ("```python\nfrom porting_kit.port import load_ports\n```\n", "no porting_kit.port.load_ports"),
+    ],
+)
+def test_what_does_not_exist_is_found(text, problem):
+    assert find_page_problems(text) == [problem]
+
+
+def test_the_port_file_of_the_first_page_is_one(tmp_path):
+    page = (ROOT / "notebooks" / "howto" / "getting_started.md").read_text(encoding="utf-8")
+    (block,) = [text for language, text in BLOCK.findall(page) if language == "yaml"]
+    assert make_port(yaml.safe_load(block), folder=tmp_path).fit == "auto"
