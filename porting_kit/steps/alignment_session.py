@@ -22,7 +22,7 @@ from porting_kit.alignment.layers import compare_layers, pair_modules
 from porting_kit.alignment.reference import Reference, load_reference, resolve_dtype
 from porting_kit.alignment.result import AlignmentResult
 from porting_kit.alignment.run import AlignmentOptions, align_captured_outputs, align_port_outputs
-from porting_kit.architectures.base_config import BaseConfig, read_base_config
+from porting_kit.architectures.base_config import BaseConfig
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.plan import plan_conversion
 from porting_kit.conversion.planned import ConversionPlan, plan_scalars
@@ -42,7 +42,13 @@ from porting_kit.releases.kernels import KernelProfile, kernel_profile
 from porting_kit.source_tree import SourceTree
 from porting_kit.steps.context import PortRun
 from porting_kit.steps.convert import TREE_FILE
-from porting_kit.steps.preflight import open_port_tree, read_port_heads
+from porting_kit.steps.preflight import (
+    open_port_tree,
+    read_port_base,
+    read_port_heads,
+    target_profile,
+    target_release,
+)
 from porting_kit.steps.prompts import tokenize_prompts
 
 
@@ -69,9 +75,14 @@ class AlignmentSession:
         return open_tensor_source(self.run.port.base_path)
 
     @cached_property
+    def release(self) -> str | None:
+        """The release the checkpoint is for, None when the port names none."""
+        return target_release(self.source_tree, target_profile(self.run.port, self.source_tree))
+
+    @cached_property
     def base(self) -> BaseConfig:
         """The base's normalised config."""
-        return read_base_config(self.run.port.base_path, self.source.names())
+        return read_port_base(self.run.port, self.release, self.source)
 
     @cached_property
     def head_set(self) -> HeadSet:
@@ -81,7 +92,9 @@ class AlignmentSession:
     @cached_property
     def plan(self) -> ConversionPlan:
         """The conversion, which says what base module each module of the port came from."""
-        return plan_conversion(self.base, self.source, dtype=self.run.port.dtype, heads=self.head_set)
+        return plan_conversion(
+            self.base, self.source, dtype=self.run.port.dtype, heads=self.head_set, release=self.release
+        )
 
     @cached_property
     def tree(self) -> MedusaTree:

@@ -8,14 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from porting_kit.architectures.base_config import read_base_config
 from porting_kit.conversion import ConversionOutcome, convert_checkpoint
-from porting_kit.conversion.tensor_source import open_tensor_source
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.run_folder import replace_folder, write_json
 from porting_kit.steps.context import PortRun, finish_step, running_step
 from porting_kit.steps.fit import describe_fit, measure_port_activations, plan_port_fit
-from porting_kit.steps.preflight import open_port_tree, read_port_heads, read_port_tree, target_profile
+from porting_kit.steps.preflight import (
+    open_port_tree,
+    read_port_base,
+    read_port_heads,
+    read_port_tree,
+    target_profile,
+    target_release,
+)
 
 RECEIPT = "receipt.json"
 TREE_FILE = "medusa_choices.json"
@@ -42,10 +47,11 @@ def convert_port(run: PortRun) -> ConvertResult:
     with running_step(run, "convert") as watch:
         port = run.port
         source_tree = open_port_tree(port)
-        base = read_base_config(port.base_path, open_tensor_source(port.base_path).names())
+        profile = target_profile(port, source_tree)
+        release = target_release(source_tree, profile)
+        base = read_port_base(port, release)
         heads = read_port_heads(port, base, check_values=True)
         tree = read_port_tree(port, heads)
-        profile = target_profile(port, source_tree)
         fit = plan_port_fit(port, base, profile)
         activations = measure_port_activations(port, source_tree, fit)
         with replace_folder(run.folder.checkpoint) as folder:
@@ -56,7 +62,7 @@ def convert_port(run: PortRun) -> ConvertResult:
                 dtype=port.dtype,
                 tp_size=port.target.tp_size,
                 pp_size=port.target.pp_size,
-                release=profile.release,
+                release=release,
                 fit=fit.for_conversion(activations) if fit.steps else None,
             )
             write_json(folder / RECEIPT, conversion.receipt())

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from porting_kit.architectures.base_config import read_base_config
-from porting_kit.conversion.tensor_source import open_tensor_source
 from porting_kit.errors import PatchError
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.patching import MedusaModule, build_medusa_module, write_patch
 from porting_kit.steps.context import PortRun, finish_step, running_step
 from porting_kit.steps.fit import describe_fit, plan_port_fit
-from porting_kit.steps.preflight import open_port_tree, target_profile
+from porting_kit.steps.preflight import open_port_tree, read_port_base, target_profile, target_release
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,10 @@ def patch_port(run: PortRun) -> PatchResult:
     """
     with running_step(run, "patch") as watch:
         tree = open_port_tree(run.port)
-        base = read_base_config(run.port.base_path, open_tensor_source(run.port.base_path).names())
+        profile = target_profile(run.port, tree)
+        base = read_port_base(run.port, target_release(tree, profile))
         architecture = base.architecture
-        fit = plan_port_fit(run.port, base, target_profile(run.port, tree))
+        fit = plan_port_fit(run.port, base, profile)
         try:
             module = build_medusa_module(tree, architecture, fit=fit if fit.steps else None)
         except PatchError as error:

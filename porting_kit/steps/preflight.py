@@ -16,7 +16,7 @@ from porting_kit.architectures.base_config import BaseConfig, read_base_config
 from porting_kit.conversion.config_fields import FieldRow, build_config
 from porting_kit.conversion.heads import HeadSet, read_head_set
 from porting_kit.conversion.plan import ConversionPlan, plan_conversion
-from porting_kit.conversion.tensor_source import open_tensor_source
+from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
 from porting_kit.errors import BaseModelError, PortFileError
 from porting_kit.kernel_fit.plan import FitPlan
 from porting_kit.medusa.tree import MedusaTree, read_tree
@@ -116,10 +116,12 @@ def check_port(port: Port) -> PreflightResult:
     """
     source_tree = open_port_tree(port)
     source = open_tensor_source(port.base_path)
-    base = read_base_config(port.base_path, source.names())
+    profile = target_profile(port, source_tree)
+    release = target_release(source_tree, profile)
+    base = read_port_base(port, release, source)
     heads = read_port_heads(port, base)
     plan = plan_conversion(
-        base, source, tp_size=1, pp_size=1, dtype=port.dtype, heads=heads
+        base, source, tp_size=1, pp_size=1, dtype=port.dtype, heads=heads, release=release
     )  # ranks are a gate below, with the sizes that would work, not an error here
     base = plan.base
     base.require_supported()
@@ -127,7 +129,6 @@ def check_port(port: Port) -> PreflightResult:
     tree = read_port_tree(port, heads)
     _, field_table = build_config(base, dtype=port.dtype, heads=heads, max_draft_len=MAX_DRAFT_LEN)
 
-    profile = target_profile(port, source_tree)
     shape = attention_shape(base, port.target, dtype=port.dtype, positions_in_graph=True)
     fit = _plan_fit_if_possible(port, base, profile)
     fitted = fit.fitted if fit is not None else shape
@@ -182,6 +183,17 @@ def target_profile(port: Port, tree: SourceTree) -> KernelProfile:
     if port.trtllm.release != "auto":
         return kernel_profile(f"release:{port.trtllm.release}")
     return kernel_profile("exact") if tree.kind == "bundled" else kernel_profile(f"release:{tree.release}")
+
+
+def target_release(tree: SourceTree, profile: KernelProfile) -> str | None:
+    """The release the checkpoint is for: the tree's own; for the bundled definitions that of the kernels, if any."""
+    return profile.release if tree.kind == "bundled" else tree.release
+
+
+def read_port_base(port: Port, release: str | None, source: TensorSource | None = None) -> BaseConfig:
+    """The base's config, settled by its tensor names and by the release (which decides the architecture's name)."""
+    source = source or open_tensor_source(port.base_path)
+    return read_base_config(port.base_path, source.names()).for_release(release)
 
 
 def read_port_heads(port: Port, base: BaseConfig, *, check_values: bool = False) -> HeadSet:

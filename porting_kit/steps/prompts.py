@@ -24,6 +24,8 @@ DEFAULT_PROMPTS = (
     "Q: What is the difference between a process and a thread?\nA:",
     "1, 2, 4, 8, 16,",
 )
+PROBE = "The sea"
+"""transformers makes an empty tokenizer for a folder without tokenizer files: it turns every text into nothing."""
 RANDOM_LENGTHS = (3, 17, 40, 66, 5, 29, 12, 8)
 
 
@@ -68,7 +70,7 @@ def tokenize_prompts(port: Port, tokenizer: Any, vocab_size: int) -> tuple[list[
     Raises:
         PortFileError: texts are named and the base has no tokenizer, or an id lies outside the vocabulary.
     """
-    if tokenizer is None:
+    if tokenizer is None or not tokenizer(PROBE)["input_ids"]:
         if port.alignment.prompts != "default":
             raise PortFileError(
                 "the base model brings no tokenizer, so texts cannot be used as prompts",

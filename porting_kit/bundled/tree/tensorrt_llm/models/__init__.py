@@ -29,4 +29,5 @@ MODEL_MAP = {
     "MistralForCausalLM": LLaMAForCausalLM,
     "MedusaForCausalLM": MedusaForCausalLm,
     "Qwen2ForCausalLM": QWenForCausalLM,
+    "QWenForCausalLM": QWenForCausalLM,
 }
