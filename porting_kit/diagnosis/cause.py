@@ -168,7 +168,8 @@ def _evidence(
         )
     runner_up = next((h for h in ranked if h.fault is not None and h is not best and h.error is None), None)
     if runner_up is not None:
-        lines.append(f"next best is {runner_up.name}, which leaves {runner_up.unexplained} unexplained")
+        where = "" if runner_up.prompts == best.prompts else " of the first prompt"
+        lines.append(f"next best is {runner_up.name}, which leaves {runner_up.unexplained}{where} unexplained")
     if to_explain < WEAK_EVIDENCE:
         lines.append("few tokens speak for it: more or longer prompts would make it certain")
     return tuple(lines)

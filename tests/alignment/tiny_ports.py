@@ -130,6 +130,21 @@ def make_heads(folder: Path, reference: Reference, prompts: Sequence[Sequence[in
     return folder
 
 
+def save_random_heads(folder: Path, hidden_size: int, vocab_size: int) -> Path:
+    """Heads that know nothing: every step confirms one token, with few exceptions."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for head in range(NUM_HEADS):
+        tensors |= {
+            f"{head}.0.linear.weight": 0.02 * torch.randn(hidden_size, hidden_size, generator=generator),
+            f"{head}.0.linear.bias": torch.zeros(hidden_size),
+            f"{head}.1.weight": 0.02 * torch.randn(vocab_size, hidden_size, generator=generator),
+        }
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": NUM_HEADS, "medusa_num_layers": 1}))
+    return folder
+
+
 def make_port(
     folder: Path, family: str, *, dtype: str = "float32", tree: str = "small_3", source: str = "bundled", **config: Any
 ) -> TinyPort:
