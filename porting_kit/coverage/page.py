@@ -24,7 +24,9 @@ Each row is one variant of a model family: a small random Hugging Face model, co
 Medusa heads, and run in float32 by the tree's own Python code on the emulator, before and after the patch. A row is
 **aligned** when the logits of every prompt token, of every node of a tree and of every head are within {bound:g} of
 Hugging Face, relative to the largest logit, and Medusa's tokens are the base's greedy tokens. Differences by design are
-set equal in the reference and named below. Covered: {covered}. Not covered: {not_covered}.
+set equal in the reference and named below.
+
+Covered: {covered}. Not covered: {not_covered}.
 
 This page is generated: `porting-kit coverage --source TREE --json > FILE.json` for each tree, then
 `python -m porting_kit.coverage.page FILE.json ...`.
@@ -93,18 +95,23 @@ def _matrix(documents: Sequence[dict[str, Any]], reasons: dict[str, str]) -> str
     for index, document in enumerate(documents):
         for row in document["rows"]:
             cells = lines.setdefault((row["arch"], row["case"]), ["–"] * len(documents))
-            cells[index] = _cell(row, reasons)
+            cells[index] = _cell(row, document["release"], reasons)
     body = [[arch, case, *cells] for (arch, case), cells in sorted(lines.items()) if set(cells) != {"–"}]
     return _table(["architecture", "case", *(document["release"] for document in documents)], body)
 
 
-def _cell(row: dict[str, Any], reasons: dict[str, str]) -> str:
+def _cell(row: dict[str, Any], release: str, reasons: dict[str, str]) -> str:
     if row["status"] == "aligned":
         mark = {"patched": "p", "already_accepts": "a"}[row["patched"]]
         return f"{max(row['context_error'], row['tree_error']):.0e} {mark}"
     if _is_absent(row):
         return "–"
-    return reasons[row["reason"]]
+    return reasons[_word_reason(row, release)]
+
+
+def _word_reason(row: dict[str, Any], release: str) -> str:
+    """A reason without its release, which the column names already."""
+    return str(row["reason"]).replace(f"TensorRT-LLM {release}", "this release")
 
 
 def _is_absent(row: dict[str, Any]) -> bool:
@@ -118,9 +125,10 @@ def _collect_reasons(documents: Sequence[dict[str, Any]]) -> dict[str, str]:
     counts = {"refused": 0, "failed": 0}
     for document in documents:
         for row in document["rows"]:
-            if row["reason"] and not _is_absent(row) and row["reason"] not in marks:
+            reason = _word_reason(row, document["release"])
+            if row["reason"] and not _is_absent(row) and reason not in marks:
                 counts[row["status"]] += 1
-                marks[row["reason"]] = f"{row['status'][0].upper()}{counts[row['status']]}"
+                marks[reason] = f"{row['status'][0].upper()}{counts[row['status']]}"
     return marks
 
 
