@@ -7,6 +7,7 @@ patched code, in an import namespace of its own. It knows nothing of conversion,
 
 from porting_kit.emulator.cache import KVCache
 from porting_kit.emulator.emulator import Emulator, open_emulator
-from porting_kit.emulator.model import EmulatedModel, ModelOutput
+from porting_kit.emulator.model import EmulatedModel
+from porting_kit.emulator.model_output import ModelOutput
 
 __all__ = ["EmulatedModel", "Emulator", "KVCache", "ModelOutput", "open_emulator"]

@@ -152,20 +152,18 @@ def attend_generation(
 ) -> torch.Tensor:
     """Attention of the nodes of each request over its cache and its visible nodes. qkv [T, H + 2K, D] -> [T, H, D]."""
     H, K = setting.query_heads, setting.kv_heads
-    lengths, pasts, device = step.generation_lengths, step.pasts, qkv.device
-    N, end = max(lengths), max(pasts) + max(lengths)
+    lengths, device = step.generation_lengths, qkv.device
+    N, end = max(lengths), step.generation_end
 
     def make_positions() -> torch.Tensor:
-        past = torch.tensor(pasts, device=device).unsqueeze(1)
-        return past + (offsets if offsets is not None else torch.arange(N, device=device))
+        return step.past_column(device) + (offsets if offsets is not None else torch.arange(N, device=device))
 
     positions = step.remember(("generation positions", id(offsets), device), offsets, make_positions)
     if rotary is not None:
         packed = step.remember(
             ("packed positions", id(positions)), positions, lambda: pack_requests(step, positions, lengths)
         )
-        ends = [past + length for past, length in zip(pasts, lengths, strict=True)]
-        cos, sin = find_cos_sin(step, rotary, packed, lengths, ends)
+        cos, sin = find_cos_sin(step, rotary, packed, lengths, step.generation_ends)
         query_key = rotate(qkv[:, : H + K], cos, sin, rotary.kind)
     else:
         query_key = qkv[:, : H + K]
@@ -173,7 +171,7 @@ def attend_generation(
     values = pad_requests(step, qkv[:, H + K :], lengths)
     layer = step.cache.layer(setting.layer, K, setting.head_size, qkv.dtype)
     slots = list(step.generation_slots)
-    store_rows(layer, slots, pasts, padded[:, :, H:], values)
+    step.store_generation(layer, padded[:, :, H:], values)
     cached = layer[slots[0] : slots[0] + len(slots)] if is_run(slots) else layer[slots]
     mask = find_generation_bias(step, setting, tree, positions, end, qkv.dtype)
     output = attend(padded[:, :, :H].transpose(1, 2), cached[:, 0, :, :end], cached[:, 1, :, :end], setting, mask=mask)
@@ -194,7 +192,7 @@ def find_generation_bias(
 
     def make() -> torch.Tensor | None:
         device = positions.device
-        past = torch.tensor(step.pasts, device=device).unsqueeze(1)
+        past = step.past_column(device)
         columns = torch.arange(end, device=device).unsqueeze(0)
         # A draft row's position is its depth in the tree, not its row.
         offset = (columns - past).clamp(0, positions.shape[1] - 1)

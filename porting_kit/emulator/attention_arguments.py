@@ -100,7 +100,7 @@ def read_attention_setting(step: AttentionStep, arguments: dict[str, Any]) -> At
         softcap=float(softcap),
         slopes=None if slopes is None else slopes.data.reshape(-1),
         window=step.cache.window(layer),
-        slopes_key=None if slopes is None else find_slopes_key(slopes),
+        slopes_key=None if slopes is None else ("layer", layer) if step.is_recorded else find_slopes_key(slopes),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from porting_kit.emulator.cache import KVCache
+from porting_kit.emulator.cache import KVCache, store_rows
 
 
 @dataclass
@@ -40,6 +40,8 @@ class AttentionStep:
     is_speculative: bool = False
     memo: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
     layers_counted: int = 0
+    # Whether the step is being recorded for other pasts: nothing may be read back or depend on these ones.
+    is_recorded: bool = False
 
     @property
     def context_tokens(self) -> int:
@@ -52,8 +54,25 @@ class AttentionStep:
     @property
     def longest(self) -> int:
         """Tokens of the longest request after the step."""
-        ends = [past + length for past, length in zip(self.pasts, self.generation_lengths, strict=True)]
-        return max([*self.context_lengths, *ends])
+        return max([*self.context_lengths, *self.generation_ends])
+
+    @property
+    def generation_end(self) -> int:
+        """Cache rows that generation attends to: those of the longest request."""
+        return max(self.pasts) + max(self.generation_lengths)
+
+    @property
+    def generation_ends(self) -> list[int]:
+        """Tokens each generation request has after the step."""
+        return [past + length for past, length in zip(self.pasts, self.generation_lengths, strict=True)]
+
+    def past_column(self, device: torch.device) -> torch.Tensor:
+        """Tokens each generation request already has, int64 [B, 1]."""
+        return self.remember(("past", device), None, lambda: torch.tensor(self.pasts, device=device).unsqueeze(1))
+
+    def store_generation(self, layer: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the new rows of the generation requests behind their pasts; keys and values [B, N, K, D]."""
+        store_rows(layer, self.generation_slots, self.pasts, keys, values)
 
     def count_layer(self) -> int:
         """Index of the next attention layer, for releases whose layers do not tell theirs."""

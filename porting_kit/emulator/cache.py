@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -42,6 +43,8 @@ class KVCache:
         self._layers: dict[int, torch.Tensor] = {}
         # Rows of the last decode that have not been kept yet.
         self.pending_rows = 0
+        # Decode steps recorded over these tensors (see replay.py).
+        self.recordings: dict[tuple, Any] = {}
 
     def layer(self, index: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> torch.Tensor:
         """The tensor of a layer, [B, 2, K, capacity, D]."""

@@ -19,7 +19,7 @@ from porting_kit.emulator.tensor_type import Tensor, read_array, read_operand, r
 
 def constant(ndarray: np.ndarray) -> Tensor:
     data = read_array(ndarray)
-    return Tensor(data if data.dim() == 0 or not data.is_floating_point() else data.to(find_running_device()))
+    return Tensor(data if data.numel() == 1 or not data.is_floating_point() else data.to(find_running_device()))
 
 
 def constant_to_tensor_(input: Any, dtype: Any = None, to_array: bool = True) -> Tensor:

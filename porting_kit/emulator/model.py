@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,24 +13,11 @@ from porting_kit.emulator.attention_step import AttentionStep
 from porting_kit.emulator.cache import KVCache
 from porting_kit.emulator.collectives import broadcast_output
 from porting_kit.emulator.model_inputs import ModelInputs, find_position_ids
+from porting_kit.emulator.model_output import ModelOutput
 from porting_kit.emulator.namespace import Namespace
+from porting_kit.emulator.replay import Replays
 from porting_kit.emulator.tensor_type import Tensor
 from porting_kit.errors import EmulatorError
-
-
-@dataclass
-class ModelOutput:
-    """What a call returns.
-
-    Args:
-        logits: prefill [B, Vp] (or a list of [S_b, Vp] with all_logits), decode [B, N, Vp]; mixed: see there.
-        medusa_logits: prefill [M, B, Vp], decode [M, B, N, Vp]; None without Medusa heads.
-        hidden_states: what the language-model head saw, [rows, E] in the packed order of the logits' rows.
-    """
-
-    logits: Any
-    medusa_logits: torch.Tensor | None
-    hidden_states: torch.Tensor | None
 
 
 class EmulatedModel:
@@ -66,7 +52,8 @@ class EmulatedModel:
         tp_size = self.mapping.tp_size
         self.vocab_size_padded = -(-int(config["vocab_size"]) // tp_size) * tp_size
         self.num_local_layers = int(config["num_hidden_layers"]) // self.mapping.pp_size
-        self._inputs = ModelInputs(namespace, self.num_local_layers)
+        self.inputs = ModelInputs(namespace, self.num_local_layers)
+        self.replays = Replays(is_enabled=device.type == "cuda" and self.mapping.world_size == 1)
 
     def new_cache(
         self, batch_size: int, capacity_tokens: int, *, attention_window: int | Sequence[int] | None = None
@@ -119,15 +106,14 @@ class EmulatedModel:
         rows = [torch.as_tensor(row) for row in tokens]
         lengths = [len(row) for row in rows]
         step = self._generation_step(cache, lengths, list(range(len(rows))), position_offsets, packed_mask)
-        spec = self._inputs.build_tree(position_offsets, packed_mask, lengths, self.device)
+        replayed = self.replays.run(self, step, rows, position_offsets, packed_mask)
+        if replayed is not None:
+            cache.pending_rows = max(lengths)
+            return replayed
+        spec = self.inputs.build_tree(position_offsets, packed_mask, lengths, self.device)
         output = self._run(step, torch.cat(rows), torch.arange(1, sum(lengths) + 1), spec, position_offsets)
         cache.pending_rows = max(lengths)
-        if len(set(lengths)) == 1:
-            B, N = len(lengths), lengths[0]
-            output.logits = output.logits.view(B, N, -1)
-            if output.medusa_logits is not None:
-                output.medusa_logits = output.medusa_logits.view(output.medusa_logits.shape[0], B, N, -1)
-        return output
+        return output.shape_nodes(len(lengths), lengths[0]) if len(set(lengths)) == 1 else output
 
     def mixed(
         self,
@@ -152,7 +138,7 @@ class EmulatedModel:
         cache.check_room(slots, lengths)
         step = self._generation_step(cache, [N] * G, list(range(G)), position_offsets, packed_mask)
         step.context_lengths, step.context_slots = lengths, slots
-        spec = self._inputs.build_tree(position_offsets, packed_mask, [N] * G, self.device)
+        spec = self.inputs.build_tree(position_offsets, packed_mask, [N] * G, self.device)
         last = torch.tensor(lengths).cumsum(0)
         nodes = sum(lengths) + torch.arange(1, G * N + 1)
         ids = torch.cat([*(torch.as_tensor(prompt) for prompt in prompts), *rows])
@@ -190,11 +176,13 @@ class EmulatedModel:
                 found=names,
                 items=[name for name, _ in watched],
             )
+        self.replays.suspend(+1)
         for name, module in chosen:
             module.__dict__["forward"] = _recorder(records, name, module.forward)
         try:
             yield records
         finally:
+            self.replays.suspend(-1)
             for _, module in chosen:
                 module.__dict__.pop("forward", None)
 
@@ -231,10 +219,21 @@ class EmulatedModel:
         position_offsets: Any = None,
     ) -> ModelOutput:
         """One forward of the tree's model over packed tokens."""
+        positions = find_position_ids(step, position_offsets)
+        return self.run_step(step, ids, positions, last_token_ids, spec)
+
+    def run_step(
+        self,
+        step: AttentionStep,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        last_token_ids: torch.Tensor,
+        spec: dict[str, Any] | None,
+    ) -> ModelOutput:
+        """One forward, every input given."""
         network = self._namespace.network
         network.device = self.device
-        positions = find_position_ids(step, position_offsets)
-        kwargs = self._inputs.build(step, ids, positions, last_token_ids, self.device)
+        kwargs = self.inputs.build(step, ids, positions, last_token_ids, self.device)
         kwargs.update(spec or {})
         if not self.mapping.is_first_pp_rank():
             shape = (len(ids), int(self.config["hidden_size"]))

@@ -62,15 +62,17 @@ class ModelInputs:
     ) -> dict[str, Any]:
         """Arguments of the model's forward for one step."""
         contexts, pasts = list(step.context_lengths), list(step.pasts)
-        ends = contexts + [past + n for past, n in zip(pasts, step.generation_lengths, strict=True)]
-        # sequence_length counts this step's tokens in the context phase and the past in the generation phase with
-        # a tree; models use it only to choose between tables.
-        lengths = Tensor(torch.tensor(ends, dtype=torch.int32))
+        # sequence_length counts this step's tokens too (runtime/generation.py, 0.11.0.dev2024062500).
+        lengths = torch.tensor([*contexts, *step.generation_ends], dtype=torch.int32)
+        host_pasts = torch.tensor([0] * len(contexts) + pasts, dtype=torch.int32)
+        if step.is_recorded:
+            host_pasts = step.past_column(device).flatten().int()
+            lengths = host_pasts + max(step.generation_lengths)
         prompts = [*contexts, *(int(step.cache.context_lengths[slot]) for slot in step.generation_slots)]
         context_lengths = Tensor(torch.tensor(prompts, dtype=torch.int32))
         kinds = Tensor(torch.tensor([0] * len(contexts) + [1] * len(pasts), dtype=torch.int32))
         attention = {
-            "sequence_length": lengths,
+            "sequence_length": Tensor(lengths),
             "context_lengths": context_lengths,
             "host_context_lengths": context_lengths,
             "max_context_length": max(prompts),
@@ -80,7 +82,7 @@ class ModelInputs:
         }
         cache = {
             "past_key_value": [None] * self._num_layers,
-            "host_past_key_value_lengths": Tensor(torch.tensor([0] * len(contexts) + pasts, dtype=torch.int32)),
+            "host_past_key_value_lengths": Tensor(host_pasts),
             "host_max_attention_window_sizes": self._placeholder,
             "host_sink_token_length": self._placeholder,
             "cache_indirection": self._placeholder,

@@ -112,11 +112,15 @@ def find_cos_sin(
         id(positions),
     )
 
+    if step.is_recorded and (setting.scale_type == "dynamic" or setting.kind == "long_rope"):
+        raise_not_emulated("recording of rotary embedding that depends on the length of the sequence")
+
     def make() -> tuple[torch.Tensor, torch.Tensor]:
         half = setting.dim // 2
         rows = 0 if table is None else table.numel() // setting.dim
         # Dynamic scaling depends on the length of the sequence, which no table knows.
-        is_tabulated = setting.scale_type != "dynamic" and rows > 0 and int(positions.max()) < rows
+        is_within = max(ends) <= rows or (not step.is_recorded and int(positions.max()) < rows)
+        is_tabulated = setting.scale_type != "dynamic" and rows > 0 and is_within
         if is_tabulated:
             pairs = table.reshape(-1)[: rows * setting.dim].view(rows, half, 2)[positions]
             return pairs[..., 0].unsqueeze(1), pairs[..., 1].unsqueeze(1)
@@ -145,8 +149,8 @@ def compute_frequencies(setting: RotarySetting, sequence_end: int, device: torch
     if setting.scale_type == "dynamic" and sequence_end > setting.max_positions:
         growth = setting.scale * sequence_end / setting.max_positions - (setting.scale - 1)
         base = base * growth ** (dim / (dim - 2))
-    exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
-    frequencies = (1.0 / base**exponents).to(device)
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).to(torch.float32) / dim
+    frequencies = 1.0 / base**exponents
     if setting.scale_type == "linear":
         frequencies = frequencies / setting.scale
     elif setting.scale_type == "llama3":

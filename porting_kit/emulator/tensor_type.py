@@ -247,13 +247,22 @@ def binary(left: Any, right: Any, operation: str) -> Tensor:
     left = left.data if isinstance(left, Tensor) else read_operand(left, right)
     right = right.data if isinstance(right, Tensor) else read_operand(right, left)
     if left.device != right.device:
-        # Shape arithmetic lives on the CPU, as TensorRT's shape tensors do.
-        left, right = (left.to(right.device), right) if left.device.type == "cpu" else (left, right.to(left.device))
+        left, right = bring_together(left, right)
     try:
         return Tensor(compute_binary(left, right, operation))
     except RuntimeError as error:
         raise_shape_error(operation, (left, right), error)
         raise
+
+
+def bring_together(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Operands of two devices on one: shape arithmetic and constants live on the CPU, as TensorRT's shapes do.
+
+    A single number needs no copy; PyTorch takes it from the CPU.
+    """
+    if left.device.type == "cpu":
+        return left.reshape(()) if left.numel() == 1 else left.to(right.device), right
+    return left, right.reshape(()) if right.numel() == 1 else right.to(left.device)
 
 
 def read_operand(value: Any, other: Any) -> torch.Tensor:

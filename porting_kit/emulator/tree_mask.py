@@ -63,14 +63,14 @@ def build_generation_mask(
         window: sliding window, None for none.
     """
     device = key_positions.device
-    lengths, pasts = step.generation_lengths, step.pasts
+    lengths = step.generation_lengths
     keys = key_positions.shape[1]
     nodes = max(lengths)
-    is_whole = len(set(pasts)) == 1 and len(set(lengths)) == 1
+    is_whole = len(set(step.pasts)) == 1 and len(set(lengths)) == 1 and not step.is_recorded
     if tree is None and nodes == 1 and is_whole and (window is None or keys <= window):
         return None
     columns = torch.arange(keys, device=device)
-    past = torch.tensor(pasts, device=device).view(-1, 1, 1)
+    past = step.past_column(device).unsqueeze(2)
     allowed = (columns < past).expand(-1, nodes, -1)
     offset = (columns - past).expand(-1, nodes, -1)
     is_node = (offset >= 0) & (offset < nodes)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from porting_kit.emulator import EmulatedModel, open_emulator
+from porting_kit.emulator.replay import Recording
 from porting_kit.source_tree import SourceTree
 from tests.emulator.differential import DEPTHS, TREE, relative
 from tests.emulator.naive_attention import pack_mask
@@ -40,3 +41,38 @@ def test_cuda_agrees_with_cpu(bundled: SourceTree, family: str, dtype: str, boun
         runs[device] = run_phases(model)
     for found, expected in zip(runs["cuda"], runs["cpu"], strict=True):
         assert relative(found, expected) < bound
+
+
+def generate(model: EmulatedModel, steps: int) -> list[torch.Tensor]:
+    """Logits of tree steps over growing pasts, two requests of unequal length, some steps without a tree."""
+    generator = torch.Generator().manual_seed(1)
+    cache = model.new_cache(2, 600)
+    model.prefill([torch.randint(0, 90, (length,), generator=generator) for length in (240, 230)], cache)
+    tree = {"position_offsets": torch.tensor(DEPTHS), "packed_mask": pack_mask(TREE)}
+    logits = []
+    for step in range(steps):
+        if step % 5 == 4:
+            logits.append(model.decode(torch.randint(0, 90, (2, 1), generator=generator), cache).logits)
+            cache.keep(torch.zeros(2, 1, dtype=torch.int64))
+        else:
+            drafts = torch.randint(0, 90, (2, 6), generator=generator)
+            logits.append(model.decode(drafts, cache, **tree).logits)
+            cache.keep(torch.tensor([[0, 1, 4], [0, 2, -1]]))
+    recordings = list(cache.recordings.values())
+    if model.replays.is_enabled:
+        assert sum(isinstance(recording, Recording) for recording in recordings) >= 2
+    else:
+        assert not recordings
+    return [tensor.cpu() for tensor in logits]
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "gptneox"])
+def test_replayed_steps_agree_with_eager_ones(bundled: SourceTree, family: str) -> None:
+    """Recordings serve growing pasts, across the boundary of a bucket of cache rows."""
+    config, tensors = make_checkpoint(open_emulator(bundled), family)
+    arguments = patch_model(bundled, config["architecture"])
+    model = open_emulator(bundled, device="cuda").build_model(config, tensors, **arguments)
+    replayed = generate(model, 20)
+    model.replays.is_enabled = False
+    for found, expected in zip(replayed, generate(model, 20), strict=True):
+        assert relative(found, expected) < 2e-5
