@@ -45,6 +45,7 @@ class KVCache:
         self.pending_rows = 0
         # Decode steps recorded over these tensors (see replay.py).
         self.recordings: dict[tuple, Any] = {}
+        self.recording_pool: Any = None
 
     def layer(self, index: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> torch.Tensor:
         """The tensor of a layer, [B, 2, K, capacity, D]."""

@@ -70,7 +70,7 @@ class Recording:
         has_tree: whether the step carries a tree.
         num_words: W of its packed mask.
         num_positions: position ids of the step, one a token or one a request.
-        pool: memory pool shared by a model's recordings (they never run at the same time).
+        pool: memory pool that the recordings of a cache share.
     """
 
     def __init__(
@@ -155,7 +155,6 @@ class Replays:
     def __init__(self, *, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
         self._suspended = 0
-        self._pool: Any = None
 
     def suspend(self, change: int) -> None:
         """Count reasons to run eagerly: +1 when modules start being recorded, -1 when they stop."""
@@ -192,8 +191,10 @@ class Replays:
         self, model: EmulatedModel, step: AttentionStep, end: int, num_words: int, num_positions: int
     ) -> Recording | str:
         """A recording, or the reason why there is none."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        # Recordings of one cache share memory: they never run at the same time, and they end together.
+        cache = step.cache
+        if cache.recording_pool is None:
+            cache.recording_pool = torch.cuda.graph_pool_handle()
         try:
             return Recording(
                 model,
@@ -202,9 +203,10 @@ class Replays:
                 has_tree=num_words > 0,
                 num_words=num_words,
                 num_positions=num_positions,
-                pool=self._pool,
+                pool=cache.recording_pool,
             )
         except Exception as error:
             _LOG.info("a decode step cannot be recorded and runs eagerly: %s", error)
             torch.cuda.synchronize(model.device)
+            cache.recording_pool = None
             return str(error)
