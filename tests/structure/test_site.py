@@ -27,10 +27,9 @@ def site(root):
 @pytest.fixture
 def project(root, tmp_path):
     """A copy of what the site is made from, the project's notebooks included, with one short notebook more."""
-    (tmp_path / "notebooks").mkdir()
-    for notebook in (root / "notebooks").glob("*.ipynb"):
-        shutil.copy(notebook, tmp_path / "notebooks")
-    shutil.copytree(root / "notebooks" / "site", tmp_path / "notebooks" / "site")
+    shutil.copytree(
+        root / "notebooks", tmp_path / "notebooks", ignore=shutil.ignore_patterns("ports", ".ipynb_checkpoints")
+    )
     shutil.copy(root / "README.md", tmp_path)
     shutil.copy(FIXTURE, tmp_path / "notebooks" / "00_count.ipynb")
     return tmp_path
@@ -59,7 +58,7 @@ WIDGET = {
 
 def test_the_site_builds_with_the_outputs_of_the_run(project):
     shutil.copytree(
-        project / "notebooks", project / "runs" / "demo", ignore=shutil.ignore_patterns("site", "00_count.*")
+        project / "notebooks", project / "runs" / "demo", ignore=shutil.ignore_patterns("site", "howto", "00_count.*")
     )
     path = {"output_type": "stream", "name": "stdout", "text": f"{project}/runs/demo\n"}
     write_executed(project / "runs" / "demo" / "preflight", STREAM, WIDGET, path)
