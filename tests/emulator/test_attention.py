@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from porting_kit.emulator.attention_step import AttentionStep
+from porting_kit.emulator.replay import RecordedStep
 from porting_kit.errors import EmulatorError
 from tests.emulator.naive_attention import (
     Layer,
@@ -269,3 +270,30 @@ def test_a_tree_that_belongs_to_other_requests_is_refused() -> None:
             spec_decoding_packed_mask=pack_mask(TREE),
             spec_decoding_position_offsets=torch.zeros(2, 6, dtype=torch.int32),
         )
+
+
+@pytest.mark.parametrize("name", ["neox", "gptj, part of the head", "ALiBi", "soft-cap", "window and ALiBi"])
+def test_a_step_as_it_is_recorded_matches_loops(name: str) -> None:
+    """Pasts as a tensor, attention over more cache rows than any request has: what a CUDA graph replays."""
+    layer = LAYERS[name]
+    cache, naive, _, _ = run_context(layer, torch.float64)
+    N = len(TREE)
+    qkv = random_rows(layer, 2 * N, 1)
+    step = RecordedStep(
+        cache=cache,
+        generation_lengths=[N, N],
+        generation_slots=[0, 1],
+        pasts=[0, 0],
+        is_speculative=True,
+        past_buffer=torch.tensor(LENGTHS).unsqueeze(1),
+        end=40,
+    )
+    output = call_attention(
+        layer,
+        step,
+        qkv,
+        spec_decoding_packed_mask=pack_mask(TREE).repeat(2, 1),
+        spec_decoding_position_offsets=torch.tensor(DEPTHS, dtype=torch.int32).repeat(2, 1),
+    )
+    expected = [attend_naive(layer, naive, b, part, DEPTHS, TREE) for b, part in enumerate(qkv.split(N))]
+    assert error(output, torch.cat(expected)) < 1e-6
