@@ -61,7 +61,7 @@ def write_page(documents: Sequence[dict[str, Any]]) -> str:
     reasons = _collect_reasons(documents)
     sections = [
         head,
-        "## Trees\n\n" + _trees_table(documents),
+        "## Trees\n\n" + _trees_table(documents) + "\n\nWall seconds include what else the machine did at the time.",
         "## Architectures\n\n"
         "A figure is the larger of the context's and the tree's error. `p`: the source was patched; `a`: it accepts a\n"
         "tree already. R1, R2, ...: refused, F1, ...: failed, with the reason below. A dash: not in this tree.\n\n"
@@ -86,7 +86,7 @@ def _trees_table(documents: Sequence[dict[str, Any]]) -> str:
             *(counts[key] for key in ("aligned", "refused", "failed")),
         ]
         rows.append([*cells, f"{document['seconds']:.0f}", f"{slowest:.0f}"])
-    names = ["release", "commit", "run on", "aligned", "refused", "failed", "seconds", "slowest row"]
+    names = ["release", "commit", "run on", "aligned", "refused", "failed", "wall seconds", "slowest row"]
     return _table(names, rows)
 
 
