@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from porting_kit.display.plots import Picture, plot_accepted_lengths, plot_layer_errors, plot_margins
+from porting_kit.display.results import APPROXIMATE
 from porting_kit.display.tables import Code, Facts, Stack, Table, VerdictMark
 
 Document = Mapping[str, Any]
@@ -30,12 +31,18 @@ def _with_tokens(view: View) -> View:
     return guarded  # type: ignore[return-value]
 
 
+def alignment_mark(alignment: Document) -> VerdictMark:
+    """The verdict; a pass of an approximately fitted model is never just "pass"."""
+    is_approximate = alignment["verdict"] == "pass" and alignment.get("approximate_fit")
+    return VerdictMark(alignment["verdict"], APPROXIMATE if is_approximate else "")
+
+
 @_with_tokens
 def alignment_facts(alignment: Document) -> Facts:
     """The figures a reader looks for first."""
     noise = alignment["noise"]
     pairs: list[tuple[str, Any]] = [
-        ("verdict", VerdictMark(alignment["verdict"])),
+        ("verdict", alignment_mark(alignment)),
         ("result", alignment["summary"]),
         ("every token equal", alignment["tokens_equal"]),
         ("near-ties", alignment["near_ties"]),
@@ -192,7 +199,7 @@ def control_facts(control: Document | None) -> Facts:
     failed = [gate["name"] for gate in control["gates"] if gate["passed"] is False]
     pairs = [
         ("planted fault", Code(control["fault"])),
-        ("the check", VerdictMark("pass" if control["has_turned"] else "fail")),
+        ("did the check notice", VerdictMark("pass" if control["has_turned"] else "fail")),
         ("gates that failed, as they must", failed),
     ]
     return Facts(pairs, title="Negative control", note=control["summary"])

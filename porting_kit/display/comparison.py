@@ -32,7 +32,7 @@ def _overview(sides: Sequence[Any]) -> Table:
     figures = [side.alignment for side in sides]
     rows = [
         ("kernel", *(Code(side.kernel) for side in sides)),
-        ("verdict", *(VerdictMark(side.verdict) for side in sides)),
+        ("verdict", *(_mark(side) for side in sides)),
         ("wrong tokens", *(found.get("wrong_tokens") for found in figures)),
         ("near-ties", *(found.get("near_ties") for found in figures)),
         ("tokens per step", *(found.get("tokens_per_step") for found in figures)),
@@ -41,6 +41,10 @@ def _overview(sides: Sequence[Any]) -> Table:
         ("report", *(Link(f"{side.folder.name}/report.html", "report.html") for side in sides)),
     ]
     return Table(("", *(side.title for side in sides)), rows)
+
+
+def _mark(side: Any) -> VerdictMark:
+    return alignment_view.alignment_mark(side.alignment) if side.alignment else VerdictMark(side.verdict)
 
 
 def _details(alignment: Any) -> Stack:

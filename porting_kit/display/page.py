@@ -8,8 +8,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from porting_kit import __version__
+from porting_kit.display.results import outcome_mark
 from porting_kit.display.sections import find_cause, find_fix, report_sections
-from porting_kit.display.tables import SIGNS, TINTS, WORDS
+from porting_kit.display.tables import SIGNS, TINTS
 from porting_kit.outcomes import StepOutcome, not_covered
 
 if TYPE_CHECKING:
@@ -25,10 +26,11 @@ def render_report(run: PortRun, outcomes: Mapping[str, StepOutcome], combined: S
         combined: the run's own outcome, which heads the page.
     """
     verdict = combined.verdict.value
+    mark = outcome_mark(combined)
     return page_template("report.html.j2").render(
         port_name=run.port.name,
         verdict_sign=SIGNS[verdict],
-        verdict_word=WORDS.get(verdict, verdict),
+        verdict_word=mark.word,
         tint=TINTS[verdict],
         summary=combined.summary,
         failing_gate=combined.failing_gate,

@@ -15,11 +15,18 @@ from porting_kit.display.tables import Code, Facts, Folded, Preformatted, Stack,
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict, not_covered
 
 LONG_VALUE = 60
+APPROXIMATE = "approximate fit"
+
+
+def outcome_mark(outcome: StepOutcome) -> VerdictMark:
+    """The verdict; a pass of an approximately fitted model is never just "pass"."""
+    is_approximate = outcome.verdict is Verdict.PASS and outcome.figures.get("approximate_fit")
+    return VerdictMark(outcome.verdict.value, APPROXIMATE if is_approximate else "")
 
 
 def outcome_facts(outcome: StepOutcome) -> Facts:
     """One step's outcome: verdict, what it covered and what it did not."""
-    pairs: list[tuple[str, Any]] = [("verdict", VerdictMark(outcome.verdict.value)), ("result", outcome.summary)]
+    pairs: list[tuple[str, Any]] = [("verdict", outcome_mark(outcome)), ("result", outcome.summary)]
     if outcome.failing_gate:
         pairs.append(("failing gate", outcome.failing_gate))
     if outcome.covered:
@@ -40,9 +47,7 @@ def coverage_table(covered: Sequence[Coverage], reasons: Mapping[str, str] | Non
 
 def steps_table(outcomes: Mapping[str, StepOutcome], expected: Sequence[str] = ()) -> Table:
     """One row a step; those that have not run are listed as such."""
-    rows = [
-        (step, VerdictMark(item.verdict.value), item.summary, round(item.seconds, 1)) for step, item in outcomes.items()
-    ]
+    rows = [(step, outcome_mark(item), item.summary, round(item.seconds, 1)) for step, item in outcomes.items()]
     rows += [(step, VerdictMark(Verdict.NOT_RUN.value), "", None) for step in expected if step not in outcomes]
     return Table(("step", "verdict", "result", "seconds"), rows)
 

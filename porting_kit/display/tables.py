@@ -33,12 +33,23 @@ _CELL = "padding:.3em .7em;text-align:left;vertical-align:top;border-bottom:1px 
 
 @dataclass(frozen=True)
 class VerdictMark:
-    """A verdict in a table cell: shown as sign and word on a tint."""
+    """A verdict in a table cell: shown as sign and word on a tint.
+
+    Args:
+        value: a verdict, or the verdict of a gate.
+        remark: what must be said with it, such as `approximate fit`.
+    """
 
     value: str
+    remark: str = ""
+
+    @property
+    def word(self) -> str:
+        """The verdict in words, never without its remark."""
+        return ", ".join(filter(None, (WORDS.get(self.value, self.value), self.remark)))
 
     def __str__(self) -> str:
-        return f"{SIGNS.get(self.value, '?')} {WORDS.get(self.value, self.value)}"
+        return f"{SIGNS.get(self.value, '?')} {self.word}"
 
     def to_html(self) -> str:
         """The same as HTML."""

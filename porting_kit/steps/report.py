@@ -91,4 +91,5 @@ def combine_outcomes(outcomes: Mapping[str, StepOutcome]) -> StepOutcome:
     if missing:
         return replace(combined, summary="not run yet: " + ", ".join(missing))
     alignment = outcomes["align"]
-    return replace(combined, verdict=alignment.verdict, summary=alignment.summary)
+    figures = {**combined.figures, "approximate_fit": alignment.figures.get("approximate_fit")}
+    return replace(combined, verdict=alignment.verdict, summary=alignment.summary, figures=figures)

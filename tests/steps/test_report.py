@@ -182,6 +182,14 @@ def test_a_pass_says_pass(run):
     assert "✓ pass" in read_page(run)[0]
 
 
+def test_an_approximate_fit_is_never_just_a_pass(run):
+    outcome = fill_run(run, Verdict.PASS)
+    run.folder.finish(replace(outcome, figures={"approximate_fit": {"passed": True}}))
+    write_report(run)
+    page, _ = read_page(run)
+    assert "✓ pass, approximate fit" in page[: page.index("<main>")]
+
+
 @pytest.mark.parametrize("steps", [(), ("preflight",), ("preflight", "patch", "convert")])
 def test_a_broken_off_run_has_a_report_too(run, steps):
     for step in steps:
