@@ -75,7 +75,7 @@ def measure_family(source: str, family: str, size: str, tokens: int, rounds: int
 
         def decode_reference(draft: torch.Tensor = draft, nodes: int = nodes) -> None:
             reference(draft, past_key_values=past, use_cache=True)
-            past.crop(tokens)
+            past.crop(-nodes)
 
         if nodes == 1 or has_tree_input(model):
             results[name] = measure_ratio(decode_emulator, decode_reference, rounds * 3)
