@@ -22,7 +22,9 @@ def align(port, model=None, **options):
         port.prompts,
         port.state.tree,
         heads=port.heads,
-        options=AlignmentOptions(**{"new_tokens": NEW_TOKENS, "differences": port.differences, **options}),
+        options=AlignmentOptions(
+            **{"new_tokens": NEW_TOKENS, "batch_sizes": (1, 4), "differences": port.differences, **options}
+        ),
     )
 
 
@@ -107,7 +109,7 @@ def test_without_a_tree_plain_decoding_is_checked(port_of):
 def test_unequal_progress_and_a_prompt_that_ends_at_once(port_of):
     """Case 33: alone, in pairs and together; one text ends with its first token."""
     port = port_of("llama", eos_token_id=int(hugging_face_texts(port_of("llama"))[1][0]))
-    result = align(port)
+    result = align(port, batch_sizes=None)
     assert result.verdict is Verdict.PASS, result.summary
     assert len(result.texts[1].tokens) == 1
     assert result.texts[1].ended_by == port.reference.settings.end_ids[0]
