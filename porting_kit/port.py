@@ -9,22 +9,65 @@ This module reads no weights, opens no model and knows no release: it says only 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from porting_kit.errors import PortFileError, suggest_nearest
 
 PACKAGE_PREFIX = "package:"
 
+MAX_NAME_BYTES = 200
+"""A name becomes a folder name, which file systems limit to 255 bytes; temporary names add a few."""
+
 Dtype = Literal["float16", "bfloat16", "float32"]
+
+EITHER_OR = {
+    "tree": "a tree's name, a file, or a list of paths such as [[0], [1], [0, 0]]",
+    "fit": "auto, off, or a list of transforms",
+    "alignment.prompts": "a text file, or a list of texts",
+}
+"""What may stand in the fields that take more than one kind of value."""
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _yes_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        """YAML reads on, off, yes and no as truth values; taken for a number, `use: yes` would mean one head."""
+        if isinstance(value, bool) and info.field_name != "fit":
+            raise ValueError("no truth value; YAML reads on, off, yes and no as one, so quote a text")
+        return value
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice: YAML forbids it, and PyYAML would take the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice in one section", key_node.start_mark
+                )
+            if isinstance(key, Hashable):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
 
 
 class Heads(_Section):
@@ -69,10 +112,10 @@ class Target(_Section):
 class Alignment(_Section):
     """What the check runs on. `prompts`: a text file (prompts separated by a line of ---) or a list of texts."""
 
-    prompts: str | list[str] = "default"
+    prompts: str | Annotated[list[str], Field(min_length=1)] = "default"
     new_tokens: int = Field(default=64, ge=1)
-    batch_sizes: list[int] | None = None
-    near_tie_tolerance: float | None = Field(default=None, ge=0.0)
+    batch_sizes: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)
+    near_tie_tolerance: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
     captured: str | None = None
 
 
@@ -97,6 +140,10 @@ class Port(_Section):
     def _name_is_a_folder_name(cls, value: str) -> str:
         if not value or value in {".", ".."} or any(char in value for char in "/\\\0"):
             raise ValueError("the name becomes a folder name: no slashes, not empty")
+        if value != value.strip() or not value.isprintable() or len(value.encode()) > MAX_NAME_BYTES:
+            raise ValueError(
+                f"the name becomes a folder name: printable, no spaces around it, at most {MAX_NAME_BYTES} bytes"
+            )
         return value
 
     @field_validator("kernel")
@@ -148,7 +195,7 @@ class Port(_Section):
         """An absolute path. `package:NAME/FILE` names a file that an installed PyPI package ships.
 
         Raises:
-            PortFileError: the package is not installed.
+            PortFileError: the package is not installed, or no file can have such a path.
         """
         if text.startswith(PACKAGE_PREFIX):
             package, _, inside = text.removeprefix(PACKAGE_PREFIX).partition("/")
@@ -157,11 +204,19 @@ class Port(_Section):
                 raise PortFileError(
                     f"port {self.name!r} names a file of the package {package!r}, which is not installed",
                     found=text,
-                    next_step=f"pip install {package.replace('_', '-')}",
+                    next_step=f"pip install {package.replace('_', '-')}" if package else "write package:NAME/FILE",
                 )
             return Path(spec.submodule_search_locations[0]) / inside
-        path = Path(text).expanduser()
-        return path if path.is_absolute() else (self.folder / path).resolve()
+        try:
+            path = Path(text).expanduser()
+            path = path if path.is_absolute() else (self.folder / path).resolve()
+            path.exists()
+        except (OSError, ValueError, RuntimeError) as error:
+            # A NUL character, a name longer than the file system takes, a folder without permission, ~nobody.
+            raise PortFileError(
+                f"port {self.name!r} names a path that cannot be opened", found=error, where=repr(text)[:120]
+            ) from error
+        return path
 
     def fields(self, *names: str) -> dict[str, Any]:
         """The named top-level fields, JSON-ready: what a step's result depends on."""
@@ -182,8 +237,9 @@ def load_port(path: str | Path, overrides: Mapping[str, Any] | None = None) -> P
     if not file.is_file():
         raise PortFileError("the port file does not exist", where=file, next_step="name a YAML port file")
     try:
-        document = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        document = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        # ValueError: bytes that are not UTF-8, or a date such as 2026-13-45.
         raise PortFileError("the port file is not valid YAML", found=error, where=file) from error
     if not isinstance(document, dict):
         raise PortFileError("the port file is not a mapping", found=type(document).__name__, where=file)
@@ -194,6 +250,14 @@ def make_port(
     document: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, folder: Path, where: object = None
 ) -> Port:
     """Validate a port given as a dict. Raises PortFileError, see `load_port`."""
+    wrong = [key for key in document if not isinstance(key, str)]
+    if wrong:
+        raise PortFileError(
+            "port file has a key that is no text",
+            found=repr(wrong[0]),
+            where=where,
+            next_step="YAML reads on, off, yes, no and numbers as values: correct or quote the key",
+        )
     merged = merge_overrides(dict(document), overrides or {})
     if "folder" in merged:
         raise PortFileError("port file has an unknown key 'folder'", where=where)
@@ -221,7 +285,12 @@ def merge_overrides(document: dict[str, Any], overrides: Mapping[str, Any]) -> d
             continue
         section = merged.get(head, {})
         short = {"heads": "path", "trtllm": "source"}.get(head)
-        section = {short: section} if short and isinstance(section, str) else dict(section)
+        section = {short: section} if short and isinstance(section, str) else section
+        if not isinstance(section, Mapping):
+            raise PortFileError(
+                f"{dotted!r} cannot be set: {head!r} is no section", expected="a mapping of fields", found=repr(section)
+            )
+        section = dict(section)
         section[rest] = value
         merged[head] = section
     return merged
@@ -269,10 +338,20 @@ def _port_file_error(error: ValidationError, where: object) -> PortFileError:
     """The first problem of a pydantic error in this project's words; the rest are counted."""
     problems = error.errors()
     first = next((item for item in problems if item["type"] == "extra_forbidden"), problems[0])
-    dotted = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "literal[")))
+    dotted = ".".join(str(part) for part in first["loc"])
+    either = next((name for name in EITHER_OR if dotted == name or dotted.startswith(f"{name}.")), None)
+    if either:
+        # One wrong value of such a field is one problem for each kind it might have been.
+        problems = [item for item in problems if item is first or ".".join(map(str, item["loc"])).find(either) != 0]
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
         near = suggest_field_name(dotted)
+        if near == dotted:
+            return PortFileError(
+                f"port file names one field twice: {dotted!r} is a short form{more}",
+                where=where,
+                next_step="keep one of the two keys",
+            )
         return PortFileError(
             f"port file has an unknown key {dotted!r}{more}",
             expected=f"did you mean {near!r}?" if near else None,
@@ -281,9 +360,12 @@ def _port_file_error(error: ValidationError, where: object) -> PortFileError:
         )
     if first["type"] == "missing":
         return PortFileError(f"port file lacks the key {dotted!r}{more}", where=where, next_step=f"add {dotted}: ...")
+    expected = EITHER_OR[either] if either else first["msg"].removeprefix("Value error, ")
+    if first["type"] in {"model_type", "dict_type"}:
+        expected = "a mapping of fields; leave the key out for the defaults"
     return PortFileError(
-        f"port file has an unusable value for {dotted or 'the port'!r}{more}",
-        expected=first["msg"].removeprefix("Value error, "),
+        f"port file has an unusable value for {either or dotted or 'the port'!r}{more}",
+        expected=expected,
         found=repr(first.get("input"))[:120],
         where=where,
     )

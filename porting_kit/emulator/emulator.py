@@ -92,7 +92,12 @@ class Emulator:
             class_name: class in it (--model_cls_name).
             dtype: as in build_model.
             rank: which rank of a sharded checkpoint.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+            EmulatorError: the module file cannot be executed, or lacks the class.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         folder = Path(folder)
@@ -106,11 +111,17 @@ class Emulator:
                     where=folder,
                     next_step="convert the checkpoint again",
                 )
-        config = json.loads(files["config"].read_text(encoding="utf-8"))
+        try:
+            config = json.loads(files["config"].read_text(encoding="utf-8"))
+            tensors = load_file(files["weights"])
+        except (ValueError, OSError, SafetensorError) as error:
+            raise CheckpointError(
+                "a checkpoint file is damaged", found=error, where=folder, next_step="convert the checkpoint again"
+            ) from error
         model_class = None
         if module_file is not None:
             model_class = find_class(self.namespace.load_file(Path(module_file)), class_name, module_file)
-        return self._build(config, load_file(files["weights"]), model_class, dtype, rank)
+        return self._build(config, tensors, model_class, dtype, rank)
 
     def find_model_class(self, architecture: str) -> Any:
         """The class that MODEL_MAP gives an architecture.

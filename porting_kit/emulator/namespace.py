@@ -29,7 +29,7 @@ from porting_kit.emulator.lazy_package import LazyPackage
 from porting_kit.emulator.network import Network
 from porting_kit.emulator.symbols import SymbolModule
 from porting_kit.emulator.tensorrt_types import build_tensorrt_module
-from porting_kit.errors import EmulatorError
+from porting_kit.errors import EmulatorError, PortingKitError
 
 PACKAGE = "tensorrt_llm"
 # Names that mean a namespace's own modules inside it.
@@ -83,8 +83,22 @@ class Namespace:
 
         The module is called `models`, so that relative imports in it fail here as they fail there
         (commands/build.py, 0.11.0.dev2024062500).
+
+        Raises:
+            EmulatorError: the file cannot be read or executed; a file that leaves Python (`sys.exit`) is one of them.
         """
-        return self._execute(name, Path(file), package="")
+        try:
+            return self._execute(name, Path(file), package="")
+        except PortingKitError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise EmulatorError(
+                "the model's module file cannot be executed",
+                expected="a Python module that trtllm-build takes as --model_cls_file",
+                found=f"{type(error).__name__}: {error}",
+                where=file,
+                next_step="run `porting-kit patch` again, or correct the file",
+            ) from error
 
     def load_source(self, source: str, name: str = "models") -> ModuleType:
         """Execute source text as a module of this namespace (a patched model that is not on disk)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,3 +149,46 @@ def test_a_failed_conversion_keeps_the_checkpoint_of_the_last_good_one(port: Por
     code, document, _ = call("align", port.file, "--out", out)
     assert code == 2
     assert "finite" in json.dumps(document)
+
+
+def cut_the_checkpoint(out: Path) -> None:
+    shard = out / "checkpoint" / "rank0.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def cut_the_checkpoints_config(out: Path) -> None:
+    config = out / "checkpoint" / "config.json"
+    config.write_text(config.read_text()[:-30])
+
+
+def leave_python_from_the_module(out: Path) -> None:
+    (out / "patched" / "medusa_bloom.py").write_text("raise SystemExit(0)\n")
+
+
+def break_the_modules_syntax(out: Path) -> None:
+    (out / "patched" / "medusa_bloom.py").write_text("def forward(:\n")
+
+
+def remove_the_module(out: Path) -> None:
+    (out / "patched" / "medusa_bloom.py").unlink()
+
+
+PRODUCT_FAULTS: dict[Callable[[Path], None], str] = {
+    cut_the_checkpoint: "damaged",
+    cut_the_checkpoints_config: "damaged",
+    leave_python_from_the_module: "SystemExit",
+    break_the_modules_syntax: "SyntaxError",
+    remove_the_module: "medusa_bloom.py",
+}
+
+
+@pytest.mark.parametrize("fault", PRODUCT_FAULTS, ids=lambda fault: fault.__name__)
+def test_align_refuses_products_that_were_damaged_since(port: PortFolder, tmp_path, fault):
+    out = tmp_path / "run"
+    for step in ("patch", "convert"):
+        assert call(step, port.file, "--out", out)[0] == 0
+    fault(out)
+    code, document, stderr = call("align", port.file, "--out", out)
+    assert code == 2, stderr
+    assert PRODUCT_FAULTS[fault] in json.dumps(document["error"])
+    assert not (out / "align" / "outcome.json").exists()

@@ -187,6 +187,7 @@ def test_unreadable_files(tmp_path, text, message):
         ([[0], [0]], "more than once", "[0]"),
         ([[0], [2]], "skips ranks", "[1]"),
         ([[1, 0]], "skips ranks", "[0]"),
+        ([[0], [10**15]], "skips ranks", "[10]"),
         ([1, 7, 6], "flat form", "cartesian:7,6 (49 draft nodes)"),
         ([1, 9, 9], "flat form", "63 is the most"),
         ([2, 3], "flat form", "one by one"),

@@ -50,6 +50,18 @@ def test_misspelt_key_suggests_the_nearest(tmp_path, change, named, near):
         ({"alignment": {"new_tokens": 0}}, "alignment.new_tokens"),
         ({"name": "a/b"}, "name"),
         ({"engine": "captured"}, ""),
+        ({"name": "a\nb"}, "name"),
+        ({"name": " "}, "name"),
+        ({"name": "x" * 300}, "name"),
+        ({"heads": {"path": "h", "use": True}}, "heads.use"),
+        ({"target": {"tp_size": True}}, "target.tp_size"),
+        ({"target": None}, "target"),
+        ({"alignment": {"batch_sizes": []}}, "alignment.batch_sizes"),
+        ({"alignment": {"batch_sizes": [0]}}, "alignment.batch_sizes"),
+        ({"alignment": {"near_tie_tolerance": float("inf")}}, "alignment.near_tie_tolerance"),
+        ({"alignment": {"prompts": []}}, "'alignment.prompts'"),
+        ({"tree": [[0], ["a"]]}, "'tree'"),
+        ({"fit": [1]}, "'fit'"),
     ],
 )
 def test_wrong_value_names_the_field(tmp_path, change, field):
@@ -104,3 +116,33 @@ def test_package_that_is_not_installed_says_how_to_get_it():
     with pytest.raises(PortFileError) as caught:
         _ = port.base_path
     assert "pip install no-such-package" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("name: a\nname: b\nbase: x\nheads: h\n", "twice"),
+        ("name: a\nbase: x\nheads: h\ntarget: {tp: 1, tp: 2}\n", "twice"),
+        ("name: a\nbase: x\nheads: h\ntarget: {tp: 1, tp_size: 2}\n", "twice"),
+        ("name: a\nbase: x\nheads: h\non: 3\n", "no text"),
+        ("name: a\nbase: x\nheads: h\n1: 3\n", "no text"),
+        ("name: 2026-13-45\n", "YAML"),
+        ("[" * 5000, "YAML"),
+    ],
+)
+def test_keys_and_values_that_yaml_would_let_pass(tmp_path, text, named):
+    with pytest.raises(PortFileError) as caught:
+        load_port(write(tmp_path, text))
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a" * 300, "~no-such-user-here/base", "package:"])
+def test_a_path_that_no_file_can_have(tmp_path, path):
+    with pytest.raises(PortFileError) as caught:
+        _ = make_port(MINIMAL | {"base": path}, folder=tmp_path).base_path
+    assert "tiny" in caught.value.subject
+
+
+def test_an_override_inside_a_value_that_is_no_section(tmp_path):
+    with pytest.raises(PortFileError, match="no section"):
+        make_port(MINIMAL | {"target": 3}, {"target.tp_size": 2}, folder=tmp_path)
