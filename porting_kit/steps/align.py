@@ -142,7 +142,8 @@ def format_alignment(result: AlignResult) -> str:
         document = result.alignment.as_dict()
         if document["first_divergence"]:
             lines.append(f"first divergence: {document['first_divergence']}")
-        lines.append(f"tokens per step: {document['tokens_per_step']:.2f}")
+        if document["tokens_per_step"] is not None:  # an engine's captured tokens come without step counts
+            lines.append(f"tokens per step: {document['tokens_per_step']:.2f}")
     cause = result.cause
     if cause:
         lines += [f"cause: {cause.get('name')}", f"fix: {cause.get('fix')}"]
