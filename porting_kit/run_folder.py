@@ -82,10 +82,17 @@ class RunFolder:
         return self.root / step
 
     def begin(self, step: str) -> None:
-        """Forget the step's earlier outcome and those that rest on it: until they rerun, they do not exist."""
-        for forgotten in (step, *DEPENDENTS[step]):
-            (self.step(forgotten) / "outcome.json").unlink(missing_ok=True)
-        self.step(step).mkdir(parents=True, exist_ok=True)
+        """Forget the step's earlier outcome and those that rest on it: until they rerun, they do not exist.
+
+        Raises:
+            RunFolderError: the folder cannot be written.
+        """
+        try:
+            for forgotten in (step, *DEPENDENTS[step]):
+                (self.step(forgotten) / "outcome.json").unlink(missing_ok=True)
+            self.step(step).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(self.root, error) from error
 
     def finish(self, outcome: StepOutcome) -> None:
         """Write the outcome, last."""
@@ -139,7 +146,7 @@ def open_run_folder(root: Path, port_name: str) -> RunFolder:
     """Open or create the run folder of one port.
 
     Raises:
-        RunFolderError: the folder exists and belongs to something else.
+        RunFolderError: the folder exists and belongs to something else, or cannot be written.
     """
     root = root.resolve()
     if root.exists() and not root.is_dir():
@@ -163,9 +170,18 @@ def open_run_folder(root: Path, port_name: str) -> RunFolder:
             next_step="name a new or empty folder with --out; nothing was changed",
         )
     else:
-        root.mkdir(parents=True, exist_ok=True)
-        write_json(marker, {"port": port_name})
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            write_json(marker, {"port": port_name})
+        except OSError as error:
+            raise _unwritable(root, error) from error
     return RunFolder(root)
+
+
+def _unwritable(root: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(
+        "the output folder cannot be written", found=error, where=root, next_step="name another folder with --out"
+    )
 
 
 def _read_owner(marker: Path) -> object:

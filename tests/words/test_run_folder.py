@@ -113,3 +113,13 @@ def test_write_text_replaces_whole_files_only(tmp_path):
         write_text(tmp_path / "a.txt", "two \ud800")
     assert (tmp_path / "a.txt").read_text() == "one"
     assert [item.name for item in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_folder_that_cannot_be_made_or_written_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        open_run_folder(tmp_path / "file" / "run", "tiny")
+    folder = open_run_folder(tmp_path / "run", "tiny")
+    (folder.root / "patch").write_text("in the way")
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        folder.begin("patch")
