@@ -309,8 +309,9 @@ def _check_heads(values: Mapping[str, Any], where: str) -> None:
             expected=f"a key among {list(SPELLINGS['intermediate_size'])}",
             where=where,
         )
-    if not math.isfinite(float(values["norm_eps"])):
-        raise BaseModelError("the norm epsilon is not finite", found=values["norm_eps"], where=where)
+    epsilon = values["norm_eps"]
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 <= epsilon < math.inf:
+        raise BaseModelError("the norm epsilon is not a finite positive number", found=repr(epsilon), where=where)
 
 
 def _find_refusals(raw: Mapping[str, Any], family: Family, reader: ConfigReader) -> tuple[Refusal, ...]:

@@ -7,6 +7,7 @@ short-prompt test. This module does not know which release expresses which scali
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -54,7 +55,7 @@ def read_rope(raw: Mapping[str, object], where: str) -> Rope:
     """All rotary settings of a config.
 
     Raises:
-        BaseModelError: two spellings disagree, a scaling kind is unknown or lacks a key.
+        BaseModelError: two spellings disagree, a value is no positive number, a scaling kind is unknown or lacks a key.
     """
     entries = _rope_entries(raw, where)
     base, base_key = _agree(entries, BASE_KEYS, "rotary base", where)
@@ -64,6 +65,10 @@ def read_rope(raw: Mapping[str, object], where: str) -> Rope:
     parameters = raw.get("rope_parameters")
     if isinstance(parameters, Mapping) and isinstance(parameters.get("sliding_attention"), Mapping):
         local = parameters["sliding_attention"].get("rope_theta", local)
+    if local is not None:
+        _check_number("the rotary base of local layers", local, where)
+    if scaling is not None and scaling.get("factor") is not None:
+        _check_number(f"{scaling_key.rstrip('.')}: factor", scaling["factor"], where)
     keys = {"base": base_key, "share": share_key, "scaling": scaling_key}
     return Rope(
         base=None if base is None else float(base),
@@ -98,6 +103,8 @@ def _agree(
     found = [
         (prefix + name, record[name]) for prefix, record in entries for name in keys if record.get(name) is not None
     ]
+    for name, value in found:
+        _check_number(name, value, where)
     if len({float(value) for _, value in found}) > 1:
         raise BaseModelError(
             f"the config states the {subject} twice, with different values",
@@ -107,6 +114,11 @@ def _agree(
             next_step="delete the key that is wrong",
         )
     return (found[0][1], found[0][0]) if found else (None, "")
+
+
+def _check_number(name: str, value: object, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise BaseModelError(f"{name} is not a positive number", found=repr(value), where=where)
 
 
 def _read_scaling(
