@@ -120,7 +120,7 @@ def _judge(alignment: Any, session: AlignmentSession) -> StepOutcome:
         "align",
         alignment.verdict,
         summary,
-        covered=tuple(Coverage(item) for item in alignment.covered) if alignment.verdict is Verdict.PASS else (),
+        covered=tuple(Coverage(item) for item in alignment.covered),
         figures=figures,
         products=(f"alignment/{RESULT_FILE}", f"alignment/{TOKENS_FILE}"),
         failing_gate=alignment.failing_gate,
