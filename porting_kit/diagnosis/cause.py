@@ -16,7 +16,6 @@ from porting_kit.diagnosis.hypotheses import (
     Hypothesis,
     Observation,
     focus,
-    in_fast_dtype,
     observe,
     try_fault,
     try_faults,
@@ -105,7 +104,6 @@ def name_cause(
         faults: hypotheses to try.
     """
     observation = observe(observed) if isinstance(observed, AlignmentResult) else observed
-    state = in_fast_dtype(state)
     observation = focus(state, observation)
     healthy_flags, healthy = try_fault(state, None, observation)
     skipped = {fault.name: reason for fault in faults if (reason := fault.applies(state)) is not None}

@@ -132,12 +132,6 @@ def try_faults(
     return found
 
 
-def in_fast_dtype(state: PortState) -> PortState:
-    """Half precision is slow on a CPU; float32 over the same rounded weights is within the tolerance."""
-    is_half = str(state.config.get("dtype")) in ("float16", "bfloat16")
-    return replace(state, dtype="float32") if is_half and state.emulator.device.type == "cpu" else state
-
-
 def focus(state: PortState, observation: Observation) -> Observation:
     """The prompts that say most: those of which the healthy port explains least, the worst first."""
     model = state.build()
