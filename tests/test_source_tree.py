@@ -70,6 +70,7 @@ def test_bundled_tree():
         "MistralForCausalLM": "llama",
         "MedusaForCausalLM": "medusa",
         "Qwen2ForCausalLM": "qwen",
+        "QWenForCausalLM": "qwen",
     }
 
 

@@ -5,6 +5,7 @@ Nothing is downloaded (`local_files_only`) and no code from the model folder run
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,15 +178,13 @@ def load_reference(
         BaseModelError: transformers cannot load it.
         EnvironmentMissing: a GGUF file without the gguf extra.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     path = Path(path).expanduser()
     where, options = _location(path)
     options |= {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(where, **options)
+        config, model_class = _read_config(where, options)
         chosen, reason = choose_attention(config.model_type, attention)
-        model = AutoModelForCausalLM.from_pretrained(
+        model = model_class.from_pretrained(
             where, config=config, attn_implementation=chosen, **_dtype_option(resolve_dtype(dtype)), **options
         )
     except ImportError as error:
@@ -201,6 +200,21 @@ def load_reference(
     tokenizer = _load_tokenizer(where, options)
     model = model.to(device).eval().requires_grad_(False)
     return reference_from_model(model, tokenizer=tokenizer, attention=f"{chosen}: {reason}", where=str(path))
+
+
+def _read_config(where: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The config and the class to load: by `model_type`, and where that is a house name, by `architectures`."""
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(where, **options), transformers.AutoModelForCausalLM
+    except (ValueError, KeyError):
+        file = Path(where) / "config.json"
+        names = json.loads(file.read_text(encoding="utf-8")).get("architectures") if file.is_file() else None
+        model_class = getattr(transformers, str((names or [""])[0]), None)
+        if model_class is None:
+            raise
+        return model_class.config_class.from_pretrained(where, **options), model_class
 
 
 def reference_from_model(model: Any, *, tokenizer: Any = None, attention: str = "", where: str = "") -> Reference:

@@ -164,3 +164,19 @@ def test_a_near_tie_is_benign_and_a_dropped_bias_is_not(tmp_path):
     healthy = load_reference(tmp_path)
     judged = judge_texts(healthy, prompts, faulty, tolerance, end_ids=healthy.settings.end_ids)
     assert sum(len(text.positions(Status.WRONG)) for text in judged) > 5
+
+
+def test_a_house_name_as_model_type_is_loaded_by_its_class(tmp_path):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "model_type": "mycorp_chat"}))
+    found = load_reference(tmp_path).logits([[1, 2, 3]])[0]
+    assert torch.allclose(found, model(torch.tensor([[1, 2, 3]])).logits[0], atol=1e-5)
+    file.write_text(json.dumps({**config, "model_type": "mycorp_chat", "architectures": ["MyCorpLM"]}))
+    with pytest.raises(BaseModelError):
+        load_reference(tmp_path)
