@@ -21,8 +21,13 @@ HEAD_AGREEMENT = 0.9
 """Share of steps that must accept what the heads predict; ranks of nearly equal candidates may swap."""
 
 
-def judge_tokens(texts: Sequence[JudgedText]) -> Gate:
-    """No emitted token may be worse than a near-tie, and no text may stop without a reason."""
+def judge_tokens(texts: Sequence[JudgedText], judge: str = "the base") -> Gate:
+    """No emitted token may be worse than a near-tie, and no text may stop without a reason.
+
+    Args:
+        texts: judged texts.
+        judge: who judged them: "the base", or "the fitted base".
+    """
     wrong = [(index, text.positions(Status.WRONG)) for index, text in enumerate(texts) if text.positions(Status.WRONG)]
     early = [index for index, text in enumerate(texts) if text.stopped_early]
     ties = sum(len(text.positions(Status.NEAR_TIE)) for text in texts)
@@ -35,13 +40,13 @@ def judge_tokens(texts: Sequence[JudgedText]) -> Gate:
             "tokens",
             False,
             f"{count} of {total} tokens are wrong; first in prompt {prompt} at position {positions[0]}: emitted "
-            f"{found['emitted']}, the base prefers {found['preferred']} by {-found['margin']:.4g} logits",
+            f"{found['emitted']}, {judge} prefers {found['preferred']} by {-found['margin']:.4g} logits",
         )
     if early:
         return Gate(
             "tokens", False, f"prompt {early[0]} stopped after {len(texts[early[0]].tokens)} tokens without end"
         )
-    return Gate("tokens", True, f"all {total} tokens are the base's best, {ties} of them near-ties")
+    return Gate("tokens", True, f"all {total} tokens are {judge}'s best, {ties} of them near-ties")
 
 
 def judge_logits(noise: LogitsNoise, context_error: float | None, tree_error: float | None) -> Gate:
@@ -87,8 +92,13 @@ def summarise(gates: Sequence[Gate], texts: Sequence[JudgedText], fit: Approxima
         return f"fail at {', '.join(gate.name for gate in failed)}: {failed[0].detail}"
     total = sum(len(text.tokens) for text in texts)
     ties = sum(len(text.positions(Status.NEAR_TIE)) for text in texts)
-    verdict = "pass" if fit is None else "pass, approximate fit"
-    return f"{verdict}: all {total} tokens are the base's own, {ties} of them near-ties within measured noise"
+    ends = f"{ties} of them near-ties within measured noise"
+    if fit is None:
+        return f"pass: all {total} tokens are the base's own, {ends}"
+    return (
+        f"pass, approximate fit: all {total} tokens are the fitted base's own, {ends}; fitted base and original agree "
+        f"on {fit.near_tie_agreement:.1%} of positions"
+    )
 
 
 def compare_all(runs: Sequence[DecodeRun], judged: Mapping[str, Sequence[JudgedText]]) -> list[Gate]:

@@ -31,6 +31,7 @@ from porting_kit.alignment.result import AlignmentResult, ApproximateFit
 from porting_kit.medusa.tree import MedusaTree
 from porting_kit.outcomes import Coverage
 
+BASE, FITTED_BASE = "the base", "the fitted base"
 EMULATED = (Coverage.WEIGHTS, Coverage.MODEL_CODE, Coverage.TREE_AND_ACCEPTANCE)
 ON_THE_ENGINE = tuple(Coverage)
 
@@ -100,7 +101,7 @@ def align_port_outputs(
         fit = _measure_fit(reference, oracle, texts, noise, options)
         predicted = predict_acceptance(reference, heads, tree, prompts, main.tokens) if heads and tree else None
     gates = [
-        judge_tokens(judged[main.name]),
+        judge_tokens(judged[main.name], FITTED_BASE if fit else BASE),
         judge_logits(noise, None if fit else context_error, tree_error),
         *compare_all(runs, judged),
         *judge_heads(predicted, main.accepted_lengths),
@@ -172,7 +173,7 @@ def align_captured_outputs(
             asked_tokens=options.new_tokens,
         )
         fit = _measure_fit(reference, oracle, texts, noise, options) if fitted is not None else None
-    gates = [judge_tokens(judged), *judge_fit(fit)]
+    gates = [judge_tokens(judged, FITTED_BASE if fit else BASE), *judge_fit(fit)]
     return AlignmentResult(
         verdict=decide_verdict(gates),
         summary=summarise(gates, judged, fit),
