@@ -296,3 +296,23 @@ def batch_gate(*, max_batch_size: int, release: str, facts: ReleaseFacts) -> Gat
         remedy="check batch 1, 2 and the largest with unequal prompts, or use 0.11 or later",
         source=source,
     )
+
+
+def window_gate(*, window: int, max_seq_len: int) -> GateResult:
+    """A sliding window that sequences outgrow, for ports that name no release (the kernel gates have their own).
+
+    The window is a setting of the runtime, not of the checkpoint: an engine without it attends to all of the past.
+
+    Args:
+        window: attention window of every layer, in tokens.
+        max_seq_len: longest sequence wanted, in tokens.
+    """
+    return GateResult(
+        "sliding window",
+        f"{window} tokens, sequences up to {max_seq_len}",
+        "silent",
+        "max_seq_len at most the window",
+        effect="beyond the window the engine attends to tokens that the base does not see",
+        remedy=f"set max_seq_len to {window} or less",
+        source="runtime/generation.py max_attention_window_size 0.11.0.dev2024062500",
+    )

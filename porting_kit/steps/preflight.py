@@ -35,6 +35,7 @@ from porting_kit.releases.port_gates import (
     tensor_parallel_gate,
     tree_gate,
     vocabulary_gate,
+    window_gate,
 )
 from porting_kit.releases.resources import (
     DTYPE_BYTES,
@@ -134,7 +135,7 @@ def check_port(port: Port) -> PreflightResult:
     fitted = fit.fitted if fit is not None else shape
     gates = (
         *evaluate_gates(shape, profile, fitted=fitted),
-        *_port_gates(port, base, heads, tree, profile),
+        *_port_gates(port, base, heads, tree, profile, shape),
         *_resource_gates(port, base, heads, tree, plan, fitted),
     )
     pin = pin_release(fitted)
@@ -232,7 +233,7 @@ def _plan_fit_if_possible(port: Port, base: BaseConfig, profile: KernelProfile) 
 
 
 def _port_gates(
-    port: Port, base: BaseConfig, heads: HeadSet, tree: MedusaTree, profile: KernelProfile
+    port: Port, base: BaseConfig, heads: HeadSet, tree: MedusaTree, profile: KernelProfile, shape: AttentionShape
 ) -> tuple[GateResult, ...]:
     target = port.target
     gates = [
@@ -254,6 +255,9 @@ def _port_gates(
             scaling_factor=float((base.rope_scaling or {}).get("factor") or 1.0),
         ),
     ]
+    window = shape.sliding_window
+    if profile.limits is None and window is not None and not shape.window_varies and target.max_seq_len > window:
+        gates.append(window_gate(window=window, max_seq_len=target.max_seq_len))
     if profile.release is not None:
         facts = find_release_facts(profile.release)
         gates += [

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from porting_kit.cli import app
@@ -18,7 +20,7 @@ from porting_kit.medusa.decoding import generate_medusa
 from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.context import open_port_run
 from porting_kit.steps.prompts import RANDOM_LENGTHS
-from tests.cli.conftest import PortFolder
+from tests.cli.conftest import PortFolder, make_heads
 
 
 def call(*arguments: object) -> tuple[int, dict, str]:
@@ -142,3 +144,19 @@ def test_diagnose_refuses_a_file_that_is_not_there(port: PortFolder, tmp_path):
     code, document, _ = call("diagnose", port.file, "--out", tmp_path / "run", "--observed", tmp_path / "absent.npy")
     assert code == 2
     assert "absent.npy" in json.dumps(document["error"])
+
+
+def test_preflight_warns_of_a_window_that_sequences_outgrow(tmp_path):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = MistralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, sliding_window=16)
+    MistralForCausalLM(config).save_pretrained(tmp_path / "base")
+    (tmp_path / "heads").mkdir()
+    save_file(make_heads(), tmp_path / "heads" / "medusa_lm_head.safetensors")
+    document = {"name": "tiny", "base": "base", "heads": "heads", "tree": [[0]]}
+    (tmp_path / "port.yaml").write_text(yaml.safe_dump(document))
+    code, document, _ = call("preflight", tmp_path / "port.yaml")
+    assert (code, document["failing_gate"]) == (1, "sliding window")
+    options = ("-p", "target.max_seq_len=16", "-p", "target.max_input_len=8")
+    assert call("preflight", tmp_path / "port.yaml", *options)[0] == 0
