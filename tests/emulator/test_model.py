@@ -130,7 +130,7 @@ def test_checkpoint_folder_with_a_model_file(emulator: Emulator, bundled: Any, c
     with pytest.raises(EmulatorError, match="no such class"):
         emulator.load_checkpoint(tmp_path, module_file=file, class_name="NoSuchClass")
     file.write_text("from .sibling import Model\n")
-    with pytest.raises(ImportError):
+    with pytest.raises(EmulatorError):
         emulator.load_checkpoint(tmp_path, module_file=file, class_name="Model")
 
 
