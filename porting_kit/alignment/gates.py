@@ -11,14 +11,15 @@ from porting_kit.alignment.oracle import JudgedText, Status
 from porting_kit.alignment.result import ApproximateFit, Gate
 from porting_kit.outcomes import Verdict
 
-ERROR_FACTOR = 10.0
-"""Logit errors up to this many times the measured noise pass: kernels round at other points than Hugging Face does."""
+ERROR_FACTOR = 4.0
+"""Logit errors up to this many times the measured noise pass: kernels round at other points than the imitation does.
+Healthy ports of four families, three dtypes and two seeds lie at 0.1 to 1.8 times the noise."""
 
 GREEDY, REPEAT = "greedy", "repeat"
 """Names of the run without a tree and of the main run made once more."""
 
-HEAD_AGREEMENT = 0.9
-"""Share of steps that must accept what the heads predict; ranks of nearly equal candidates may swap."""
+FITTED_AGREEMENT = 0.9
+"""With an approximate fit the heads read states that differ from the base's, by more than rounding."""
 
 
 def judge_tokens(texts: Sequence[JudgedText], judge: str = "the base") -> Gate:
@@ -62,13 +63,16 @@ def judge_logits(noise: LogitsNoise, context_error: float | None, tree_error: fl
     )
 
 
-def judge_heads(predicted: PredictedAcceptance | None, accepted: Sequence[Sequence[int]]) -> list[Gate]:
-    """Steps must accept what the heads themselves predict."""
+def judge_heads(
+    predicted: PredictedAcceptance | None, accepted: Sequence[Sequence[int]], *, is_fitted: bool = False
+) -> list[Gate]:
+    """Steps must accept what the heads themselves predict, wherever that does not hang on a near-tie."""
     if predicted is None:
         return []
-    equal, total = predicted.compare(accepted)
-    passed = total == 0 or equal >= HEAD_AGREEMENT * total
-    return [Gate("heads", passed, f"{equal} of {total} steps accepted what the heads predict")]
+    equal, judged, total = predicted.compare(accepted)
+    passed = equal >= (FITTED_AGREEMENT if is_fitted else 1.0) * judged
+    left_out = f", {total - judged} more hang on near-ties" if total > judged else ""
+    return [Gate("heads", passed, f"{equal} of {judged} steps accepted what the heads predict{left_out}")]
 
 
 def judge_fit(fit: ApproximateFit | None) -> list[Gate]:

@@ -1,7 +1,8 @@
 """What the Medusa heads themselves would accept: the heads in float32 on the base's hidden states, without an engine.
 
 This judges what the token oracle cannot see: a port whose text is right although its heads are shifted, have another
-activation, or were converted wrongly only takes more steps.
+activation, or were converted wrongly only takes more steps. Ranks of candidates that lie within the noise of the port's
+dtype may swap; a step whose length hangs on such a rank is left out of the judgement.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from typing import Protocol
 import torch
 from torch.nn.functional import linear, silu
 
-from porting_kit.alignment.reference import Reference
+from porting_kit.alignment.noise import compare_logits
+from porting_kit.alignment.reference import Reference, dtype_name
+from porting_kit.alignment.rounding import HALF, computing_as
 from porting_kit.medusa.tree import MedusaTree
+from porting_kit.medusa.tree_limits import MAX_RANK
 
 
 class HeadTensors(Protocol):
@@ -44,14 +48,20 @@ class ReferenceHeads:
     outputs: tuple[torch.Tensor, ...]
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[M, ..., V] from hidden states [..., E]."""
+    def logits(self, hidden: torch.Tensor, rounding: torch.dtype | None = None) -> torch.Tensor:
+        """[M, ..., V] from hidden states [..., E]; with `rounding`, weights and every result rounded to that dtype."""
+        own = self.outputs[0].dtype
+
+        def rounded(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(own) if rounding is None else tensor.to(rounding).to(own)
+
         found = []
         for layers, output in zip(self.layers, self.outputs, strict=True):
-            states = hidden.to(output.dtype)
+            states = rounded(hidden)
             for weight, bias in layers:
-                states = states + silu(linear(states, weight, bias))
-            found.append(linear(states, output))
+                inner = rounded(linear(states, rounded(weight), rounded(bias)))
+                states = rounded(states + rounded(silu(inner)))
+            found.append(rounded(linear(states, rounded(output))))
         return torch.stack(found)
 
 
@@ -77,25 +87,35 @@ class PredictedAcceptance:
     """What the heads accept on given texts, for a step that starts at any of their tokens.
 
     Args:
-        lengths: per text int64 [n], tokens that a step would emit whose root is emitted token 0, 1, ...
+        lengths: per text int64 [n - 1], tokens that a step would emit whose root is emitted token 0, 1, ...
+        certain: per text bool [n - 1], the length does not hang on a rank within the noise.
         agreement: per head, share of positions where its best token is the one emitted.
+        tolerance: head logits nearer than this may swap ranks.
     """
 
     lengths: list[torch.Tensor]
+    certain: list[torch.Tensor]
     agreement: list[float]
+    tolerance: float
 
-    def compare(self, accepted_lengths: Sequence[Sequence[int]]) -> tuple[int, int]:
-        """(steps that accepted what the heads predict, all steps), from observed lengths per text."""
-        equal = total = 0
-        for predicted, observed in zip(self.lengths, accepted_lengths, strict=True):
+    def compare(self, accepted_lengths: Sequence[Sequence[int]]) -> tuple[int, int, int]:
+        """Steps that accepted what the heads predict, steps that can be judged, and all steps.
+
+        Args:
+            accepted_lengths: observed, per text.
+        """
+        equal = judged = total = 0
+        for predicted, certain, observed in zip(self.lengths, self.certain, accepted_lengths, strict=True):
             root = 0
             for length in observed:
                 left = len(predicted) - root
-                # The last step may confirm more than the text still had room for.
-                equal += int(min(length, left) == min(int(predicted[root]), left))
                 total += 1
+                if certain[root]:
+                    judged += 1
+                    # The last step may confirm more than the text still had room for.
+                    equal += int(min(length, left) == min(int(predicted[root]), left))
                 root += length
-        return equal, total
+        return equal, judged, total
 
     def tokens_per_step(self) -> float:
         """Tokens per step of an engine that accepts exactly what the heads predict."""
@@ -116,6 +136,7 @@ def predict_acceptance(
     tree: MedusaTree,
     prompts: Sequence[Sequence[int]],
     emitted: Sequence[Sequence[int]],
+    dtype: torch.dtype | None = None,
 ) -> PredictedAcceptance:
     """Rank every emitted token under every head, and walk the tree by those ranks.
 
@@ -125,39 +146,85 @@ def predict_acceptance(
         tree: the tree of every step.
         prompts: token ids.
         emitted: tokens that followed.
+        dtype: what the port computes in; ranks within its noise, measured on the base and these heads, are uncertain.
     """
-    nodes = set(tree.nodes)
     texts = [[*prompt, *row] for prompt, row in zip(prompts, emitted, strict=True)]
-    lengths: list[torch.Tensor] = []
-    best_counts = torch.zeros(tree.depth, dtype=torch.long)
-    counts = torch.zeros(tree.depth, dtype=torch.long)
-    for prompt, row, hidden in zip(prompts, emitted, reference.hidden_states(texts), strict=True):
-        # The root that is emitted token r was drafted for at the token before it.
-        states = hidden[len(prompt) - 1 : len(prompt) - 1 + len(row) - 1]
-        ranks = _target_ranks(heads.logits(states), torch.tensor(row, device=states.device))  # [M, n - 1]
+    # The root that is emitted token r was drafted for at the token before it.
+    spans = [slice(len(p) - 1, len(p) + len(row) - 2) for p, row in zip(prompts, emitted, strict=True)]
+    exact = [heads.logits(h[span]) for h, span in zip(reference.hidden_states(texts), spans, strict=True)]
+    tolerance = 0.0 if dtype is None else _measure_tolerance(reference, heads, texts, spans, exact, dtype)
+    nodes = set(tree.nodes)
+    lengths, certain = [], []
+    best_counts, counts = torch.zeros(tree.depth), torch.zeros(tree.depth)
+    for row, logits in zip(emitted, exact, strict=True):
+        lowest, highest = _target_ranks(logits[: tree.depth], torch.tensor(row, device=logits.device), tolerance)
+        walks = [_walk(nodes, lowest[:, root].tolist(), highest[:, root].tolist()) for root in range(len(row) - 1)]
+        lengths.append(torch.tensor([length for length, _ in walks], dtype=torch.long))
+        certain.append(torch.tensor([is_certain for _, is_certain in walks], dtype=torch.bool))
         for depth in range(tree.depth):
-            known = ranks[depth, : max(len(row) - 1 - depth, 0)]
-            best_counts[depth] += int((known == 0).sum())
+            known = logits[depth, : max(len(row) - 1 - depth, 0)].argmax(-1).tolist()
+            best_counts[depth] += sum(token == target for token, target in zip(known, row[1 + depth :], strict=True))
             counts[depth] += len(known)
-        lengths.append(torch.tensor([_walk(nodes, ranks[:, root].tolist()) for root in range(len(row) - 1)]))
-    agreement = (best_counts / counts.clamp(min=1)).tolist()
-    return PredictedAcceptance(lengths, agreement)
+    return PredictedAcceptance(lengths, certain, (best_counts / counts.clamp(min=1)).tolist(), tolerance)
 
 
-def _target_ranks(logits: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """Rank of emitted token r + 1 + h under head h at root r, int64 [M, n - 1]; a huge rank past the end."""
+def _measure_tolerance(
+    reference: Reference,
+    heads: ReferenceHeads,
+    texts: Sequence[Sequence[int]],
+    spans: Sequence[slice],
+    exact: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+) -> float:
+    """Near-tie tolerance of the heads' logits: exact against rounded, as `noise` does for the base's."""
+    rounding = dtype if dtype in HALF else None
+    with computing_as(reference, dtype if dtype != reference.dtype else torch.float64):
+        hidden = reference.hidden_states(texts)
+    rounded = [heads.logits(states[span], rounding).flatten(0, 1) for states, span in zip(hidden, spans, strict=True)]
+    flat = [logits.flatten(0, 1) for logits in exact]
+    if not sum(map(len, flat)):
+        return 0.0
+    return compare_logits(flat, rounded, dtype_name(dtype)).near_tie_tolerance
+
+
+def _target_ranks(logits: torch.Tensor, row: torch.Tensor, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lowest and highest rank that emitted token r + 1 + h may have under head h at root r, int64 [M, n - 1].
+
+    Without a tolerance the two are the rank itself, equal logits counting as lower ones. Past the end of the text the
+    ranks are beyond every tree.
+    """
     heads, roots, vocab_size = logits.shape
-    ranks = torch.full((heads, roots), 2 * vocab_size)
+    lowest, highest = (torch.full((heads, roots), 2 * vocab_size) for _ in range(2))
     for head in range(heads):
         targets = row[1 + head :]
         rows = logits[head, : len(targets)]
-        ranks[head, : len(targets)] = (rows > rows.gather(-1, targets[:, None])).sum(-1).cpu()
-    return ranks
+        own = rows.gather(-1, targets[:, None])
+        lowest[head, : len(targets)] = (rows > own + tolerance).sum(-1).cpu()
+        above = (rows >= own - tolerance).sum(-1) - 1 if tolerance else (rows > own).sum(-1)
+        highest[head, : len(targets)] = above.cpu()
+    return lowest, highest
 
 
-def _walk(nodes: set[tuple[int, ...]], ranks: Sequence[int]) -> int:
-    """Tokens emitted by a step: the root's own choice, and one more per confirmed draft."""
-    depth = 0
-    while depth < len(ranks) and tuple(ranks[: depth + 1]) in nodes:
-        depth += 1
-    return depth + 1
+def _walk(nodes: set[tuple[int, ...]], lowest: Sequence[int], highest: Sequence[int]) -> tuple[int, bool]:
+    """Tokens emitted by a step (the root's own choice, and one more per confirmed draft), and whether that is certain.
+
+    A step is certain when no rank on its way could be another one that changes whether, or where, the tree goes on.
+    """
+    path: tuple[int, ...] = ()
+    for low, high in zip(lowest, highest, strict=True):
+        inside = [rank for rank in range(low, min(high, MAX_RANK) + 1) if (*path, rank) in nodes]
+        if not inside:
+            return len(path) + 1, True
+        if low != high:
+            return _likely_length(nodes, path, lowest), False
+        path = (*path, low)
+    return len(path) + 1, True
+
+
+def _likely_length(nodes: set[tuple[int, ...]], path: tuple[int, ...], lowest: Sequence[int]) -> int:
+    """The length when every uncertain rank is its lowest."""
+    for rank in lowest[len(path) :]:
+        if (*path, rank) not in nodes:
+            break
+        path = (*path, rank)
+    return len(path) + 1

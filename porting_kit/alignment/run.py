@@ -99,12 +99,14 @@ def align_port_outputs(
         context_error = measure_error(port_logits, reference, texts)
         tree_error = _tree_error(main, oracle, texts, prompts)
         fit = _measure_fit(reference, oracle, texts, noise, options)
-        predicted = predict_acceptance(reference, heads, tree, prompts, main.tokens) if heads and tree else None
+        predicted = None
+        if heads is not None and tree is not None:
+            predicted = predict_acceptance(reference, heads, tree, prompts, main.tokens, model.dtype)
     gates = [
         judge_tokens(judged[main.name], FITTED_BASE if fit else BASE),
         judge_logits(noise, None if fit else context_error, tree_error),
         *compare_all(runs, judged),
-        *judge_heads(predicted, main.accepted_lengths),
+        *judge_heads(predicted, main.accepted_lengths, is_fitted=fit is not None),
         *judge_fit(fit),
     ]
     return AlignmentResult(

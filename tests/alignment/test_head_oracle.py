@@ -1,9 +1,17 @@
 """Acceptance predicted from the heads alone equals what the port accepts; wrong heads are noticed."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 
-from porting_kit.alignment.head_oracle import PredictedAcceptance, ReferenceHeads, predict_acceptance
+from porting_kit.alignment.head_oracle import (
+    PredictedAcceptance,
+    ReferenceHeads,
+    _target_ranks,
+    _walk,
+    predict_acceptance,
+)
 from porting_kit.diagnosis.controls import seed_fault
 from porting_kit.medusa.decoding import generate_medusa
 from porting_kit.medusa.tree import read_tree
@@ -17,8 +25,8 @@ def test_predicted_lengths_are_the_accepted_lengths(spec, port_of):
     tree = read_tree(spec if spec != "mc_sim_7b_63" else [list(n) for n in read_tree(spec).nodes[1:] if len(n) < 4])
     generation = generate_medusa(port.state.build(), tree, port.prompts, NEW_TOKENS)
     predicted = predict_acceptance(port.reference, port.heads, tree, port.prompts, generation.tokens)
-    equal, total = predicted.compare(generation.accepted_lengths)
-    assert equal == total == generation.num_steps
+    equal, judged, total = predicted.compare(generation.accepted_lengths)
+    assert equal == judged == total == generation.num_steps
     assert len(predicted.agreement) == tree.depth
     assert generation.tokens_per_step > 1.3
 
@@ -28,8 +36,8 @@ def test_shifted_heads_do_not_accept_what_the_heads_predict(port_of):
     _, faulty = seed_fault("heads_shifted_by_one", port.state)
     generation = generate_medusa(faulty.build(), port.state.tree, port.prompts, NEW_TOKENS)
     predicted = predict_acceptance(port.reference, port.heads, port.state.tree, port.prompts, generation.tokens)
-    equal, total = predicted.compare(generation.accepted_lengths)
-    assert equal < 0.9 * total
+    equal, judged, _ = predicted.compare(generation.accepted_lengths)
+    assert equal < 0.9 * judged
 
 
 def test_heads_are_silu_layers_and_a_matrix():
@@ -46,8 +54,49 @@ def test_heads_are_silu_layers_and_a_matrix():
 
 
 def test_compare_walks_the_steps_and_forgives_the_end():
-    predicted = PredictedAcceptance(lengths=[torch.tensor([3, 1, 1, 2, 4])], agreement=[])
-    assert predicted.compare([[3, 2]]) == (2, 2)
-    assert predicted.compare([[3, 4]]) == (2, 2), "two tokens were left, more cannot be told"
-    assert predicted.compare([[2, 1, 2]]) == (2, 3)
+    lengths = torch.tensor([3, 1, 1, 2, 4])
+    predicted = PredictedAcceptance([lengths], [torch.ones(5, dtype=torch.bool)], agreement=[], tolerance=0.0)
+    assert predicted.compare([[3, 2]]) == (2, 2, 2)
+    assert predicted.compare([[3, 4]]) == (2, 2, 2), "two tokens were left, more cannot be told"
+    assert predicted.compare([[2, 1, 2]]) == (2, 3, 3)
     assert predicted.tokens_per_step() == pytest.approx(5 / 2)
+    unsure = PredictedAcceptance([lengths], [torch.tensor([False, True, True, True, True])], [], 0.1)
+    assert unsure.compare([[2, 1, 2]]) == (2, 2, 3)
+
+
+class TestCertainty:
+    """One head over four tokens; the emitted token 1 has logit 2.0, its rival 1.95 or 2.05."""
+
+    NODES: ClassVar[set] = set(read_tree([[0], [0, 0]]).nodes)
+
+    @staticmethod
+    def ranks(rival, tolerance):
+        logits = torch.tensor([[[0.0, 2.0, rival, -1.0]]])
+        return [ranks[0, 0].item() for ranks in _target_ranks(logits, torch.tensor([0, 1]), tolerance)]
+
+    def test_ranks_within_the_noise_are_an_interval(self):
+        assert self.ranks(2.05, 0.0) == [1, 1]
+        assert self.ranks(1.95, 0.0) == [0, 0]
+        assert self.ranks(2.05, 0.1) == [0, 1]
+        assert self.ranks(1.95, 0.1) == [0, 1]
+        assert self.ranks(1.5, 0.1) == [0, 0]
+
+    def test_a_step_is_certain_when_no_such_rank_matters(self):
+        assert _walk(self.NODES, [0, 0], [0, 0]) == (3, True)
+        assert _walk(self.NODES, [0, 4], [0, 9]) == (2, True), "not in the tree, whichever rank it is"
+        assert _walk(self.NODES, [0, 0], [0, 1]) == (3, False)
+        assert _walk(self.NODES, [0, 0], [1, 0]) == (3, False)
+        assert _walk(self.NODES, [1, 0], [1, 0]) == (1, True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_ports_accept_what_is_certain(dtype, port_of):
+    port = port_of("gptneox", dtype)
+    generation = generate_medusa(port.state.build(), port.state.tree, port.prompts, NEW_TOKENS)
+    predicted = predict_acceptance(
+        port.reference, port.heads, port.state.tree, port.prompts, generation.tokens, getattr(torch, dtype)
+    )
+    equal, judged, total = predicted.compare(generation.accepted_lengths)
+    assert equal == judged
+    assert judged > 0.5 * total
+    assert predicted.tolerance > 0

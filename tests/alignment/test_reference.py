@@ -87,7 +87,7 @@ def test_computing_as_another_dtype_rounds_and_leaves_no_trace(dtype, folder):
         other = reference.logits(prompt)[0]
     error = ((other - exact).abs().max() / exact.abs().max()).item()
     eps = torch.finfo(min(dtype, torch.float32, key=lambda kind: torch.finfo(kind).bits)).eps
-    assert 0.01 * eps < error < 20 * eps
+    assert 0.01 * eps < error < 200 * eps
     if dtype is not torch.float64:
         assert torch.equal(other, other.to(dtype).to(torch.float32)), "logits are rounded like everything else"
     assert torch.equal(reference.logits(prompt)[0], exact)

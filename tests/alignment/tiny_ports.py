@@ -86,7 +86,7 @@ def make_base(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Pat
     """Save a base whose attention matters and whose tokens are decided."""
     kind, settings = BASES[family]
     torch.manual_seed(seed)
-    model_config = getattr(transformers, f"{kind}Config")(**settings, **{"eos_token_id": 2, **config})
+    model_config = getattr(transformers, f"{kind}Config")(**{**settings, "eos_token_id": 2, **config})
     model = getattr(transformers, f"{kind}ForCausalLM")(model_config).eval()
     scale = 0.15 * (64 / model_config.hidden_size) ** 0.5
     generator = torch.Generator().manual_seed(seed)
