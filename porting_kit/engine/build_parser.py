@@ -8,17 +8,31 @@ leading underscore from 0.11, and are pydantic fields in the last releases).
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from porting_kit.errors import SourceTreeError, suggest_nearest
+from porting_kit.errors import SourceTreeError
 from porting_kit.source_tree import SourceTree
 
 SWITCH_ACTIONS = ("store_true", "store_false", "store_const")
 ON_OFF = ("enable", "disable")
 # How plugin/plugin.py names the types a plugin takes: to 0.11.0.dev2024052100, in 0.11.0.dev2024052800, and later.
 PLUGIN_CHOICES = ("plugin_options", "PLUGIN_DTYPE_OPTIONS", "DEFAULT_PLUGIN_DTYPE_OPTIONS")
+# `type=` functions that live in the compiled library: what they take (cpp/tensorrt_llm/pybind/bindings.cpp and
+# cpp/include/tensorrt_llm/runtime/modelConfig.h l.76, 0.16.0.dev2024121000; the text is upper-cased first).
+COMPILED_TYPES = {"KVCacheType": ("continuous", "paged", "disabled")}
+
+
+class Computed:
+    """The value of an expression that is known only at run time."""
+
+    def __repr__(self) -> str:
+        return "computed at run time"
+
+
+COMPUTED = Computed()
+ABSENT = "==SUPPRESS=="
+"""`default=argparse.SUPPRESS`: without the flag the parsed arguments have no such attribute."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,10 @@ class BuildFlag:
         choices: the accepted values; None when any value goes, or when the list is computed at run time.
         value_type: the name of its `type=` function, None when there is none.
         source: file and line.
+        dest: the attribute of the parsed arguments.
+        default: its value without the flag; COMPUTED when only the run knows it, ABSENT when there is no attribute.
+        required: the parser refuses a command without it.
+        takes_many: several values may follow (`nargs` "+" or "*").
     """
 
     name: str
@@ -38,6 +56,10 @@ class BuildFlag:
     choices: tuple[str, ...] | None
     value_type: str | None
     source: str
+    dest: str = ""
+    default: object = COMPUTED
+    required: bool = False
+    takes_many: bool = False
 
 
 def read_build_parser(tree: SourceTree) -> dict[str, BuildFlag]:
@@ -73,57 +95,8 @@ def read_run_parser(examples: Path) -> dict[str, BuildFlag]:
     return flags
 
 
-def check_arguments(arguments: list[str], flags: dict[str, BuildFlag], *, program: str, where: object) -> None:
-    """Refuse a command line that the parser would refuse.
-
-    Raises:
-        SourceTreeError: an unknown or renamed flag, a missing or surplus value, a value outside the choices.
-    """
-    for name, value in _pair_arguments(arguments):
-        flag = flags.get(name)
-        if flag is None:
-            near = suggest_nearest(name, flags)
-            raise SourceTreeError(
-                f"{program} has no --{name}",
-                expected=f"--{near}" if near else f"one of {len(flags)} flags",
-                found=f"--{name}",
-                where=where,
-                next_step="make the plan for the release this tree is",
-            )
-        if flag.takes_value and value is None:
-            raise SourceTreeError(f"--{name} lacks its value", where=where)
-        if not flag.takes_value and value is not None:
-            raise SourceTreeError(f"--{name} is a switch and takes no value", found=value, where=where)
-        if flag.choices is not None and value not in flag.choices:
-            raise SourceTreeError(
-                f"{program} does not take this value for --{name}",
-                expected=", ".join(flag.choices),
-                found=value,
-                where=flag.source,
-            )
-        if flag.value_type == "int" and not value.lstrip("-").isdigit():
-            raise SourceTreeError(f"--{name} takes a whole number", found=value, where=flag.source)
-
-
-def _pair_arguments(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
-    position = 0
-    while position < len(arguments):
-        token = arguments[position]
-        if not token.startswith("--"):
-            raise SourceTreeError("a value without a flag", found=token)
-        name, equals, value = token[2:].partition("=")
-        if equals:
-            yield name, value
-            position += 1
-        elif position + 1 < len(arguments) and not arguments[position + 1].startswith("--"):
-            yield name, arguments[position + 1]
-            position += 2
-        else:
-            yield name, None
-            position += 1
-
-
-def _parse(file: Path) -> ast.Module:
+def parse_source(file: Path) -> ast.Module:
+    """The syntax tree of a file of the source tree. Raises SourceTreeError."""
     try:
         return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
     except FileNotFoundError:
@@ -133,7 +106,7 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _read_arguments(file: Path, functions: tuple[str, ...], required: bool = True) -> dict[str, BuildFlag]:
-    module = _parse(file)
+    module = parse_source(file)
     bodies = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name in functions]
     if not bodies and required:
         raise SourceTreeError(f"no function {functions[0]} here", where=file, next_step="name a TensorRT-LLM tree")
@@ -147,21 +120,37 @@ def _read_arguments(file: Path, functions: tuple[str, ...], required: bool = Tru
 
 def _read_call(call: ast.Call, file: Path) -> dict[str, BuildFlag]:
     names = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+    names = [name.lstrip("-") for name in names if name.startswith("--")]
     keywords = {keyword.arg: keyword.value for keyword in call.keywords}
     action = _literal(keywords.get("action"))
-    value_type = keywords.get("type")
-    source = f"{file.parent.name}/{file.name} l.{call.lineno}"
+    value_type = keywords["type"].id if isinstance(keywords.get("type"), ast.Name) else None
+    choices = _as_choices(_literal(keywords.get("choices"))) or COMPILED_TYPES.get(value_type)
     return {
-        name.lstrip("-"): BuildFlag(
-            name.lstrip("-"),
+        name: BuildFlag(
+            name,
             action not in SWITCH_ACTIONS,
-            _as_choices(_literal(keywords.get("choices"))),
-            value_type.id if isinstance(value_type, ast.Name) else None,
-            source,
+            choices,
+            value_type,
+            f"{file.parent.name}/{file.name} l.{call.lineno}",
+            dest=_literal(keywords.get("dest")) or names[0],
+            default=_default(keywords.get("default"), action),
+            required=_literal(keywords.get("required")) is True,
+            takes_many=_literal(keywords.get("nargs")) in ("+", "*"),
         )
         for name in names
-        if name.startswith("--")
     }
+
+
+def _default(node: ast.expr | None, action: object) -> object:
+    """What argparse puts in when the flag is not given."""
+    if node is None:
+        return {"store_true": False, "store_false": True}.get(action)
+    if isinstance(node, ast.Attribute) and node.attr == "SUPPRESS":
+        return ABSENT
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return COMPUTED
 
 
 def _literal(node: ast.expr | None) -> object:
@@ -181,7 +170,7 @@ def _as_choices(value: object) -> tuple[str, ...] | None:
 
 
 def _read_plugin_flags(file: Path) -> dict[str, BuildFlag]:
-    module = _parse(file)
+    module = parse_source(file)
     constants = {
         target.id: node.value
         for node in module.body
@@ -211,7 +200,12 @@ def _read_plugin_flags(file: Path) -> dict[str, BuildFlag]:
         elif kind == "str":
             choices = literal or special.get(name, common)
         flags[name] = BuildFlag(
-            name, True, _as_choices(choices), "int" if kind == "int" else None, f"plugin/plugin.py l.{field.lineno}"
+            name,
+            True,
+            _as_choices(choices),
+            "int" if kind == "int" else None,
+            f"plugin/plugin.py l.{field.lineno}",
+            dest=name,
         )
     return flags
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from porting_kit.engine.build_parser import check_arguments, read_build_parser
+from porting_kit.engine.argument_check import check_arguments
+from porting_kit.engine.build_parser import read_build_parser
 from porting_kit.engine.command import CommandPlan, PlannedFlag
 from porting_kit.errors import CheckpointError, PortFileError, SourceTreeError, TreeError
 from porting_kit.releases.build_flags import draft_limit_key, known_build_flags, require_flag
@@ -76,9 +77,9 @@ def plan_build(
         PlannedFlag("checkpoint_dir", str(checkpoint_dir), "base and heads in one checkpoint"),
         PlannedFlag("output_dir", str(output_dir), "where the engine goes"),
         *_module_flags(module_file, class_name),
-        *_plugin_flags(str(config["dtype"]), target, known),
+        *_plugin_flags(config, target, known),
         *_size_flags(target, tokens, num_nodes, known),
-        *_medusa_flags(config, release, known),
+        *_medusa_flags(config, release, known, num_nodes),
         *_worker_flags(config),
     ]
     if gather_generation_logits:
@@ -169,15 +170,32 @@ def _module_flags(module_file: Path | None, class_name: str | None) -> list[Plan
     ]
 
 
-def _plugin_flags(dtype: str, target: Any, known: frozenset[str]) -> list[PlannedFlag]:
+def _plugin_flags(config: Mapping[str, Any], target: Any, known: frozenset[str]) -> list[PlannedFlag]:
+    dtype = str(config["dtype"])
     flags = [
-        PlannedFlag("gpt_attention_plugin", dtype, "attention without the plugin ignores the tree mask"),
+        PlannedFlag(
+            "gpt_attention_plugin",
+            dtype,
+            f"the checkpoint's dtype is {dtype}; attention without the plugin ignores the tree mask",
+        ),
         PlannedFlag("gemm_plugin", dtype, "half-precision matrix products as in upstream's Medusa example"),
-        PlannedFlag("remove_input_padding", "enable", "the tree's tokens are packed"),
+        PlannedFlag("remove_input_padding", "enable", "the tree's tokens are packed: one row a request would pad them"),
     ]
+    algorithm = (config.get("quantization") or {}).get("quant_algo")
+    if algorithm == "FP8" and "strongly_typed" in known:
+        # examples/llama/README.md 0.8.0 and 0.10.0.dev2024043000: FP8 checkpoints are built so; later always on.
+        flags.append(
+            PlannedFlag("strongly_typed", None, "an FP8 checkpoint; this release does not switch it on itself")
+        )
     paged = target.tokens_per_block is not None
     if "kv_cache_type" not in known:
-        flags.append(PlannedFlag("paged_kv_cache", "enable" if paged else "disable", "how the tree's rows are kept"))
+        flags.append(
+            PlannedFlag(
+                "paged_kv_cache",
+                "enable" if paged else "disable",
+                "how the tree's rows are kept: " + ("in blocks" if paged else "the port asks for a contiguous cache"),
+            )
+        )
     elif not paged:
         flags.append(PlannedFlag("kv_cache_type", "continuous", "a contiguous cache was asked for"))
     if paged:
@@ -189,12 +207,16 @@ def _plugin_flags(dtype: str, target: Any, known: frozenset[str]) -> list[Planne
 
 def _size_flags(target: Any, num_tokens: int, num_nodes: int, known: frozenset[str]) -> list[PlannedFlag]:
     flags = [
-        PlannedFlag("max_batch_size", str(target.max_batch_size), "sequences at a time"),
-        PlannedFlag("max_input_len", str(target.max_input_len), "longest prompt in tokens"),
+        PlannedFlag("max_batch_size", str(target.max_batch_size), "sequences at a time, from the port's target"),
+        PlannedFlag("max_input_len", str(target.max_input_len), "longest prompt in tokens, from the port's target"),
     ]
     if "max_seq_len" in known:
         flags.append(
-            PlannedFlag("max_seq_len", str(target.max_seq_len), "prompt and output; the builder adds the draft tokens")
+            PlannedFlag(
+                "max_seq_len",
+                str(target.max_seq_len),
+                "prompt and output, from the port's target; the builder adds the draft tokens",
+            )
         )
     else:
         output = target.max_seq_len - target.max_input_len
@@ -204,13 +226,14 @@ def _size_flags(target: Any, num_tokens: int, num_nodes: int, known: frozenset[s
         PlannedFlag(
             "max_num_tokens",
             str(num_tokens),
-            f"a step verifies {target.max_batch_size} x {num_nodes} tokens",
+            f"the largest of: a step's {target.max_batch_size} x {num_nodes} tree tokens, one prompt of "
+            f"{target.max_input_len}, and a batch of prompts up to {DEFAULT_NUM_TOKENS}",
         ),
     ]
     return flags
 
 
-def _medusa_flags(config: Mapping[str, Any], release: str, known: frozenset[str]) -> list[PlannedFlag]:
+def _medusa_flags(config: Mapping[str, Any], release: str, known: frozenset[str], num_nodes: int) -> list[PlannedFlag]:
     facts = find_release_facts(release).build
     flags = []
     if facts.medusa_switch == "speculative_decoding_mode":
@@ -218,7 +241,11 @@ def _medusa_flags(config: Mapping[str, Any], release: str, known: frozenset[str]
         flags.append(PlannedFlag("speculative_decoding_mode", "medusa", "the runtime reads the mode from the engine"))
     if "max_draft_len" in known:
         flags.append(
-            PlannedFlag("max_draft_len", str(config["max_draft_len"]), "draft tokens a step, as in config.json")
+            PlannedFlag(
+                "max_draft_len",
+                str(config["max_draft_len"]),
+                f"as config.json states; the tree uses {num_nodes - 1} (its {num_nodes} nodes less the root)",
+            )
         )
     return flags
 
@@ -226,7 +253,17 @@ def _medusa_flags(config: Mapping[str, Any], release: str, known: frozenset[str]
 def _worker_flags(config: Mapping[str, Any]) -> list[PlannedFlag]:
     mapping = config.get("mapping") or {}
     world = mapping.get("tp_size", 1) * mapping.get("pp_size", 1)
-    return [PlannedFlag("workers", str(world), "one process a rank")] if world > 1 else []
+    return (
+        [
+            PlannedFlag(
+                "workers",
+                str(world),
+                f"one process a rank: tp {mapping.get('tp_size', 1)} x pp {mapping.get('pp_size', 1)}",
+            )
+        ]
+        if world > 1
+        else []
+    )
 
 
 def _check_against_tree(flags: list[PlannedFlag], tree: SourceTree | None) -> str:
@@ -234,7 +271,8 @@ def _check_against_tree(flags: list[PlannedFlag], tree: SourceTree | None) -> st
         return "the flags kept for this release"
     parser = read_build_parser(tree)
     arguments = [word for flag in flags for word in flag.arguments]
-    check_arguments(arguments, parser, program=PROGRAM, where=tree.package / "commands" / "build.py")
+    file = tree.package / "commands" / "build.py"
+    check_arguments(arguments, parser, program=PROGRAM, where=file, guards=(file, ("parse_arguments", "main")))
     return f"commands/build.py and plugin/plugin.py of {tree.root}"
 
 

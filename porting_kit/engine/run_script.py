@@ -11,7 +11,8 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from porting_kit.engine.build_parser import check_arguments, read_run_parser
+from porting_kit.engine.argument_check import check_arguments
+from porting_kit.engine.build_parser import read_run_parser
 from porting_kit.engine.command import CommandPlan, PlannedFlag
 from porting_kit.errors import CapturedFileError
 from porting_kit.releases.build_flags import known_run_flags, require_flag
@@ -105,7 +106,8 @@ def plan_inference(
     if tree is not None and (tree.root / script).is_file():
         script = tree.root / script
         arguments = [word for flag in flags for word in flag.arguments]
-        check_arguments(arguments, read_run_parser(script.parent), program=SCRIPT, where=script)
+        parser = read_run_parser(script.parent)
+        check_arguments(arguments, parser, program=SCRIPT, where=script, guards=(script, ("main",)))
         checked = str(script)
     launcher = ("mpirun", "-n", str(world_size), "--allow-run-as-root") if world_size > 1 else ()
     return CommandPlan((*launcher, "python", str(script)), release, tuple(flags), checked, tuple(remarks))

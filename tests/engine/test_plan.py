@@ -3,16 +3,16 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from plans import CHOICES, PORTS, build, build_port_plan, config, inference, target
 from upstream_parser import parse_with_upstream, upstream_trees
 
-from porting_kit.engine.build_parser import check_arguments, read_build_parser, read_run_parser
-from porting_kit.engine.plan import plan_build
-from porting_kit.engine.run_script import plan_inference, write_prompt_file
+from porting_kit.engine.argument_check import check_arguments
+from porting_kit.engine.build_parser import read_build_parser, read_run_parser
+from porting_kit.engine.run_script import write_prompt_file
 from porting_kit.errors import CapturedFileError, CheckpointError, PortFileError, SourceTreeError, TreeError
-from porting_kit.releases.build_flags import draft_limit_key, known_build_flags, known_run_flags
+from porting_kit.releases.build_flags import known_build_flags, known_run_flags
 from porting_kit.source_tree import open_source_tree
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -28,64 +28,8 @@ RELEASES = (
     "0.16.0",
     "1.2.1",
 )
-CHOICES = [[0], [0, 0], [1]]
 upstream = pytest.mark.upstream
 needs_trees = pytest.mark.skipif(not upstream_trees(), reason="TRTLLM_SOURCE names no TensorRT-LLM checkout")
-
-
-def config(release="0.11.0", **changes):
-    limit = draft_limit_key(release or "0.11.0")
-    settings = {
-        "architecture": "BloomForCausalLM",
-        "dtype": "float16",
-        "num_medusa_heads": 4,
-        "num_medusa_layers": 1,
-        limit: 63,
-        "mapping": {"world_size": 2, "tp_size": 2, "pp_size": 1},
-    }
-    return settings | changes
-
-
-def target(**changes):
-    settings = {
-        "tokens_per_block": 64,
-        "max_batch_size": 8,
-        "max_input_len": 1024,
-        "max_seq_len": 2048,
-        "tp_size": 2,
-        "pp_size": 1,
-    }
-    return SimpleNamespace(**settings | changes)
-
-
-def build(release="0.11.0", **changes):
-    arguments = {
-        "config": config(release),
-        "checkpoint_dir": Path("checkpoint"),
-        "output_dir": Path("engine"),
-        "target": target(),
-        "num_nodes": 64,
-        "release": release,
-        "module_file": Path("patched/medusa_bloom.py"),
-        "class_name": "MedusaBloomForCausalLM",
-    } | changes
-    return plan_build(arguments.pop("config"), **arguments)
-
-
-def inference(release="0.11.0", **changes):
-    arguments = {
-        "engine_dir": Path("engine"),
-        "tokenizer_dir": Path("base"),
-        "prompt_file": Path("prompts.csv"),
-        "longest_prompt": 130,
-        "new_tokens": 64,
-        "choices": CHOICES,
-        "output_npy": Path("output.npy"),
-        "release": release,
-        "world_size": 2,
-        "end_id": 2,
-    } | changes
-    return plan_inference(**arguments)
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -102,6 +46,13 @@ def test_commands_are_the_golden_ones(release):
 def test_every_planned_flag_is_known_to_the_release(release):
     assert {flag.name for flag in build(release).flags} <= known_build_flags(release)
     assert {flag.name for flag in inference(release).flags} <= known_run_flags(release)
+
+
+@pytest.mark.parametrize("port", PORTS)
+@pytest.mark.parametrize("release", RELEASES)
+def test_ten_ports_are_planned_with_known_flags(release, port):
+    plan = build_port_plan(port, release=release)
+    assert {flag.name for flag in plan.flags} <= known_build_flags(release)
 
 
 @pytest.mark.parametrize("release", RELEASES)

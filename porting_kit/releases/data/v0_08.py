@@ -1,6 +1,14 @@
 """TensorRT-LLM 0.8: releases from 0.8.0.dev2024013000 up to, not including, 0.9.0.dev0."""
 
-from porting_kit.releases.facts import BuildFacts, CompiledKernels, KernelLimits, ReleaseFacts, RunFacts, words
+from porting_kit.releases.facts import (
+    BuildFacts,
+    CompiledKernels,
+    KernelLimits,
+    PartialFlag,
+    ReleaseFacts,
+    RunFacts,
+    words,
+)
 
 FACTS = ReleaseFacts(
     name="0.8",
@@ -35,7 +43,11 @@ FACTS = ReleaseFacts(
             "timing_cache tokens_per_block use_context_fmha_for_generation use_custom_all_reduce "
             "use_paged_context_fmha weight_only_precision workers"
         ),
-        source="commands/build.py and plugin/plugin.py, 0.8.0.dev2024013000",
+        partial=(
+            PartialFlag("enable_debug_output", since="0.8.0"),
+            PartialFlag("use_fused_mlp", since="0.8.0"),
+        ),
+        source="commands/build.py and plugin/plugin.py, 0.8.0.dev2024013000 and 0.8.0",
     ),
     run=RunFacts(
         needs_py_session=True,

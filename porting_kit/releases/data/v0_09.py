@@ -59,7 +59,7 @@ FACTS = ReleaseFacts(
             PartialFlag("max_lora_rank", since="0.9.0.dev2024031900"),
             PartialFlag("moe_plugin", since="0.9.0.dev2024022000"),
             PartialFlag("multiple_profiles", since="0.9.0.dev2024031900"),
-            PartialFlag("nccl_plugin", since="0.9.0.dev2024040900"),
+            PartialFlag("nccl_plugin", since="0.9.0.dev2024040900", before="0.9.0"),
             PartialFlag("opt_num_tokens", since="0.9.0.dev2024032600"),
             PartialFlag("output_timing_cache", since="0.9.0.dev2024031900"),
             PartialFlag("paged_state", since="0.9.0.dev2024032600"),
