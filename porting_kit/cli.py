@@ -205,7 +205,7 @@ def parse_overrides(parameters: Sequence[str] | None) -> dict[str, Any]:
             raise PortFileError(f"parameter {name!r} is given twice", found=text)
         try:
             overrides[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-13-45
             raise PortFileError(f"the value of parameter {name!r} is not YAML", found=value) from error
     return overrides
 

@@ -32,6 +32,9 @@ PACKAGE_PREFIX = "package:"
 MAX_NAME_BYTES = 200
 """A name becomes a folder name, which file systems limit to 255 bytes; temporary names add a few."""
 
+MAX_SIZE = 2**31 - 1
+"""TensorRT's dimensions are 32-bit integers."""
+
 Dtype = Literal["float16", "bfloat16", "float32"]
 
 EITHER_OR = {
@@ -89,10 +92,10 @@ class Target(_Section):
 
     compute_capability: str = Field(default="9.0", validation_alias=AliasChoices("compute_capability", "sm"))
     kv_cache_type: Literal["auto", "float16", "bfloat16", "int8", "fp8"] = "auto"
-    tokens_per_block: int = Field(default=64, ge=1)
-    max_batch_size: int = Field(default=4, ge=1)
-    max_input_len: int = Field(default=1024, ge=1)
-    max_seq_len: int = Field(default=2048, ge=2)
+    tokens_per_block: int = Field(default=64, ge=1, le=MAX_SIZE)
+    max_batch_size: int = Field(default=4, ge=1, le=MAX_SIZE)
+    max_input_len: int = Field(default=1024, ge=1, le=MAX_SIZE)
+    max_seq_len: int = Field(default=2048, ge=2, le=MAX_SIZE)
     tp_size: int = Field(default=1, ge=1, validation_alias=AliasChoices("tp_size", "tp"))
     pp_size: int = Field(default=1, ge=1, validation_alias=AliasChoices("pp_size", "pp"))
 
@@ -104,7 +107,7 @@ class Target(_Section):
         if text.isdigit() and len(text) >= 2:
             text = f"{text[:-1]}.{text[-1]}"
         major, _, minor = text.partition(".")
-        if not (major.isdigit() and minor.isdigit()):
+        if not (text.isascii() and major.isdigit() and minor.isdigit()):
             raise ValueError("a compute capability is written like 9.0, 90 or sm90")
         return f"{int(major)}.{int(minor)}"
 
@@ -149,7 +152,7 @@ class Port(_Section):
     @field_validator("kernel")
     @classmethod
     def _kernel_is_known(cls, value: str) -> str:
-        if value in {"exact", "xqa"} or value.startswith("release:"):
+        if value in {"exact", "xqa"} or (value.startswith("release:") and value.isprintable() and " " not in value):
             return value
         raise ValueError("one of 'exact', 'xqa', 'release:<release>'")
 

@@ -106,6 +106,15 @@ def match_layout(names: Collection[str], where: object) -> HeadNames:
             items=best.others,
             next_step="remove what is not part of the heads, or name the layout it belongs to",
         )
+    embeddings = sorted(name for name in names if "embed" in name or "wte" in name.split("."))
+    if embeddings:
+        raise HeadsError(
+            "this file holds a base model and no Medusa heads",
+            expected="; ".join(known),
+            found=f"{len(names)} tensors, among them {embeddings[0]}",
+            where=where,
+            next_step="name the folder of the heads; base and heads may be swapped",
+        )
     raise HeadsError(
         "the layout of the heads is not known",
         expected="; ".join(known),

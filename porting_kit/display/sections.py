@@ -14,7 +14,6 @@ from porting_kit.display import alignment_view, results
 from porting_kit.display.diff_view import view_diff
 from porting_kit.display.plots import plot_tree
 from porting_kit.display.tables import Code, Facts, Folded, Preformatted, Table
-from porting_kit.errors import PortingKitError
 from porting_kit.outcomes import StepOutcome
 from porting_kit.provenance import describe_environment
 from porting_kit.run_folder import STEPS
@@ -86,15 +85,10 @@ def _failure(run: PortRun, outcomes: Outcomes) -> Section | None:
 
 
 def _gates(run: PortRun, outcomes: Outcomes) -> Section | None:
-    if "preflight" not in outcomes:
+    gates = outcomes["preflight"].figures.get("gates") if "preflight" in outcomes else None
+    if not gates:
         return None
-    from porting_kit.steps.preflight import check_port
-
-    try:
-        result = check_port(run.port)  # reads headers only, and is the same as when the step ran unless that is stale
-    except PortingKitError:
-        return None
-    return Section("gates", "Gates", (results.gates_table(result.gates),), outcomes["preflight"].summary)
+    return Section("gates", "Gates", (results.gates_table(gates),), outcomes["preflight"].summary)
 
 
 def _patch(run: PortRun, outcomes: Outcomes) -> Section | None:

@@ -49,6 +49,7 @@ from porting_kit.releases.shape import AttentionShape, attention_shape
 from porting_kit.source_tree import SourceTree, open_source_tree
 from porting_kit.steps.context import PortRun, finish_step, open_port_run, running_step
 from porting_kit.steps.fit import describe_fit, plan_port_fit
+from porting_kit.steps.prompts import require_prompts
 
 MAX_DRAFT_LEN = 63
 STOCK_TREE = "mc_sim_7b_63"
@@ -86,7 +87,9 @@ class PreflightResult:
 
     def document(self) -> dict[str, Any]:
         """The `--json` document."""
-        return {**self.outcome.as_dict(), "gates": [gate.as_dict() for gate in self.gates]}
+        document = self.outcome.as_dict()
+        figures = {name: value for name, value in document["figures"].items() if name != "gates"}
+        return {**document, "figures": figures, "gates": [gate.as_dict() for gate in self.gates]}
 
 
 def check_port_file(
@@ -126,6 +129,7 @@ def check_port(port: Port) -> PreflightResult:
     )  # ranks are a gate below, with the sizes that would work, not an error here
     base = plan.base
     base.require_supported()
+    require_prompts(port)
     source_tree.find_model(base.architecture)
     tree = read_port_tree(port, heads)
     _, field_table = build_config(base, dtype=port.dtype, heads=heads, max_draft_len=MAX_DRAFT_LEN)
@@ -321,6 +325,7 @@ def _judge(gates: tuple[GateResult, ...], profile: KernelProfile, pin: Pin, fit:
         "pin": pin.candidate.facts.name,
         "pin_reason": pin.reason,
         "fit": describe_fit(fit) if fit is not None else None,
+        "gates": [gate.as_dict() for gate in gates],
     }
     if worst is None:
         return StepOutcome("preflight", Verdict.PASS, f"{len(gates)} gates pass ({where})", figures=figures)

@@ -44,12 +44,33 @@ def read_prompts(port: Port) -> list[str]:
         file = port.resolve_path(prompts)
         if not file.is_file():
             raise PortFileError("the prompts file does not exist", where=file, next_step="correct alignment.prompts")
-        lines = file.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PortFileError(
+                "the prompts file cannot be read", expected="UTF-8 text", found=error, where=file
+            ) from error
         texts = _split(lines) if SEPARATOR in lines else lines
     texts = [text for text in texts if text.strip()]
     if not texts:
         raise PortFileError("there is no prompt to align on", found=repr(prompts)[:80])
     return texts
+
+
+def require_prompts(port: Port) -> None:
+    """Find now what would stop the alignment later: the prompts, and the files brought back from an engine.
+
+    Raises:
+        PortFileError: see `read_prompts`; or `alignment.captured` names no file.
+    """
+    read_prompts(port)
+    captured = port.alignment.captured
+    if captured is not None and not port.resolve_path(captured).exists():
+        raise PortFileError(
+            "the captured file does not exist",
+            where=port.resolve_path(captured),
+            next_step="bring the engine's output file here, or correct alignment.captured",
+        )
 
 
 def _split(lines: list[str]) -> list[str]:

@@ -24,6 +24,22 @@ def swap_folders(port: PortFolder) -> None:
     port.edit_port(base="heads", heads="base")
 
 
+def name_the_base_as_heads(port: PortFolder) -> None:
+    port.edit_port(heads="base")
+
+
+def name_no_prompts_file(port: PortFolder) -> None:
+    port.edit_port(alignment={"prompts": "nowhere.txt"})
+
+
+def name_weights_as_prompts(port: PortFolder) -> None:
+    port.edit_port(alignment={"prompts": "base/model.safetensors"})
+
+
+def bring_nothing_back(port: PortFolder) -> None:
+    port.edit_port(engine="captured", alignment={"captured": "output.npy"})
+
+
 def leave_a_pointer(port: PortFolder) -> None:
     port.weights_file.write_text(POINTER)
 
@@ -87,6 +103,10 @@ def misspell_a_key(port: PortFolder) -> None:
 FAULTS: dict[Callable[[PortFolder], None], str] = {
     point_nowhere: "no_such_folder",
     swap_folders: "heads",
+    name_the_base_as_heads: "base model",
+    name_no_prompts_file: "prompts file",
+    name_weights_as_prompts: "UTF-8",
+    bring_nothing_back: "captured file",
     leave_a_pointer: "pointer",
     cut_the_weights: "model.safetensors",
     name_a_missing_shard: "model-00002-of-00002",
@@ -117,6 +137,12 @@ def test_convert_or_preflight_refuses(port: PortFolder, fault, tmp_path):
     assert document["verdict"] != "pass"
     assert not (out / "checkpoint").exists()
     assert not list(out.glob("*/outcome.json"))
+
+
+def test_an_override_that_yaml_cannot_read_is_refused(port: PortFolder):
+    code, document, _ = call("preflight", port.file, "-p", "name=2026-13-45")
+    assert code == 2
+    assert "2026-13-45" in document["error"]["found"]
 
 
 def test_a_head_count_that_lies_is_said_and_the_tensors_win(port: PortFolder, tmp_path):
