@@ -10,6 +10,7 @@ import json
 import math
 import os
 import struct
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,16 +26,22 @@ DTYPE_CODES = {name: code for code, name in SAFETENSORS_DTYPES.items()}
 
 
 class RankFile:
-    """One rank's safetensors file, header first. Tensors may arrive in any order, from several threads.
+    """One rank's safetensors file, header first. Parts of tensors may arrive in any order, from several threads.
 
     Args:
         path: final path; the values go to a temporary file beside it until `commit`.
         tensors: name -> (dtype, shape) of everything that will be written.
+        keep: go on with the temporary file of an interrupted run; what it holds must be told by `note_written`.
+
+    Raises:
+        CheckpointError: `keep`, and the file there is not one of the same header and length.
+        OSError: the disk is full, or the folder cannot be written.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, Shape]]) -> None:
-        self.path, self.partial = path, path.with_name(f".{path.name}.partial")
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, Shape]], *, keep: bool = False) -> None:
+        self.path, self.partial = path, partial_path(path)
         self.tensors = dict(tensors)
+        self._lock = threading.Lock()
         self.offsets: dict[str, tuple[int, int]] = {}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -50,28 +57,57 @@ class RankFile:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # values start on a multiple of eight, as the format asks
         self.start = 8 + len(text)
-        self.pending = set(self.offsets)
+        self.missing = {name: size for name, (_, size) in self.offsets.items() if size}
+        head = struct.pack("<Q", len(text)) + text
+        self.descriptor = -1
+        if keep:
+            self._reopen(head, self.start + end)
+            return
         self.descriptor = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             os.ftruncate(self.descriptor, self.start + end)
-            os.pwrite(self.descriptor, struct.pack("<Q", len(text)) + text, 0)
+            os.pwrite(self.descriptor, head, 0)
         except OSError:
             self.discard()
             raise
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put one tensor into its place; it must have the planned size."""
+    def _reopen(self, head: bytes, size: int) -> None:
+        """Open what an interrupted run left, under its temporary name or already under the final one."""
+        if not self.partial.exists() and self.path.exists():
+            os.replace(self.path, self.partial)
+        try:
+            self.descriptor = os.open(self.partial, os.O_RDWR)
+        except OSError as error:
+            raise CheckpointError("the interrupted file is gone", found=error, where=self.partial) from None
+        if os.fstat(self.descriptor).st_size != size or os.pread(self.descriptor, len(head), 0) != head:
+            self.close()
+            raise CheckpointError("the interrupted file is of another conversion", where=self.partial)
+
+    def write(self, name: str, tensor: torch.Tensor, place: int = 0) -> None:
+        """Put values into their place: a whole tensor, or a part that starts at byte `place` of the tensor."""
         import torch
 
         offset, size = self.offsets[name]
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-        if len(data) != size:
+        if place + len(data) > size:
             raise CheckpointError(f"{name} has {len(data)} bytes", expected=f"{size} bytes", where=self.path)
-        view, place = memoryview(data), self.start + offset
+        view, first = memoryview(data), self.start + offset + place
         while view:
-            written = os.pwrite(self.descriptor, view, place)
-            view, place = view[written:], place + written
-        self.pending.discard(name)
+            written = os.pwrite(self.descriptor, view, first)
+            view, first = view[written:], first + written
+        self.note_written(name, len(data))
+
+    def note_written(self, name: str, count: int) -> None:
+        """Count bytes of a tensor that are in the file."""
+        with self._lock:
+            left = self.missing.get(name, 0) - count
+            self.missing[name] = left
+            if left == 0:
+                del self.missing[name]
+
+    def flush(self) -> None:
+        """Wait until everything written so far is on the disk."""
+        os.fdatasync(self.descriptor)
 
     def read_back(self, name: str) -> torch.Tensor:
         """One tensor as it lies in the unfinished file."""
@@ -87,35 +123,52 @@ class RankFile:
         return torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape(shape)
 
     def commit(self) -> None:
-        """Flush to the disk and give the file its name. CheckpointError when a tensor was never written."""
-        if self.pending:
-            raise CheckpointError("tensors were never written", where=self.path, items=sorted(self.pending))
+        """Flush to the disk and give the file its name. CheckpointError when a part was never written."""
+        if self.missing:
+            raise CheckpointError("tensors were never written", where=self.path, items=sorted(self.missing))
         os.fsync(self.descriptor)
-        os.close(self.descriptor)
-        self.descriptor = -1
+        self.close()
         os.replace(self.partial, self.path)
 
-    def discard(self) -> None:
-        """Remove the unfinished file."""
+    def close(self) -> None:
+        """Close the file and leave it as it is, for a later run to go on with."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+    def discard(self) -> None:
+        """Remove the unfinished file."""
+        self.close()
         self.partial.unlink(missing_ok=True)
 
 
+def partial_path(path: Path) -> Path:
+    """The temporary name of a file that is not complete yet: hidden, in the same folder."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def write_config(folder: Path, config: Mapping[str, Any]) -> Path:
-    """Write config.json by way of a temporary name; it comes last and marks the checkpoint complete."""
-    path = folder / "config.json"
-    partial = folder / ".config.json.partial"
+    """Write config.json; it comes last and marks the checkpoint complete."""
+    return write_document(folder / "config.json", config)
+
+
+def write_document(path: Path, document: Any) -> Path:
+    """Write JSON by way of a temporary name, flushed to the disk, folder entry included."""
+    partial = partial_path(path)
     with partial.open("w", encoding="utf-8") as stream:
-        json.dump(config, stream, indent=2)
+        json.dump(document, stream, indent=2, default=str)
         stream.write("\n")
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(partial, path)
+    sync_folder(path.parent)
+    return path
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries: the renames themselves."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # the renames themselves
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return path

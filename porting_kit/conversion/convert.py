@@ -1,4 +1,4 @@
-"""The conversion as a pipeline: read settings, plan, write each tensor in one pass, prove it by the way back.
+"""The conversion as a pipeline: read settings, plan, stream every value once, prove it by the way back.
 
 `convert_checkpoint` writes a folder, `checkpoint_tensors` keeps everything in memory. Both return where each tensor
 and each config field came from.
@@ -6,16 +6,18 @@ and each config field came from.
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from porting_kit.architectures.base_config import BaseConfig, read_base_config
-from porting_kit.conversion.checkpoint import RankFile, write_config
 from porting_kit.conversion.config_fields import build_config
+from porting_kit.conversion.estimate import require_room
 from porting_kit.conversion.heads import HeadSet, read_head_set
+from porting_kit.conversion.journal import describe_conversion
+from porting_kit.conversion.output_folder import RECEIPT, OutputFolder, open_output
 from porting_kit.conversion.plan import plan_conversion
 from porting_kit.conversion.planned import (
     FITTED_ORIGIN,
@@ -26,11 +28,15 @@ from porting_kit.conversion.planned import (
     read_source,
 )
 from porting_kit.conversion.receipt import ConversionOutcome, describe_target, list_source_fates
+from porting_kit.conversion.source_digests import SourceDigests
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
+from porting_kit.conversion.warnings import list_warnings
 from porting_kit.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
+
+    from porting_kit.conversion.stream import ShowProgress
 
 
 def convert_checkpoint(
@@ -45,8 +51,14 @@ def convert_checkpoint(
     release: str | None = None,
     verify: bool = True,
     fit: TargetFit | None = None,
+    workers: int | None = None,
+    progress: ShowProgress | None = None,
+    documents: Mapping[str, Any] | None = None,
 ) -> ConversionOutcome:
     """Convert a base, and Medusa heads if given, into a TensorRT-LLM checkpoint.
+
+    An interrupted conversion of the same sources into the same folder is continued. The bytes written do not depend
+    on `workers`.
 
     Args:
         base_folder: a Hugging Face folder or a GGUF file.
@@ -57,10 +69,17 @@ def convert_checkpoint(
         max_draft_len: draft tokens of the largest tree (63 when None).
         release: TensorRT-LLM release the checkpoint is for; what it cannot express is refused.
         verify: read each tensor back from the file and compare it with the source through the inverse rules.
-        fit: changes the attention on its way (`FitPlan.for_conversion`); None leaves the model as it is.
+        fit: changes the attention on its way (`FitPlan.for_conversion`); None leaves the model as it is. A fitted
+            conversion is not continued after an interruption but started again.
+        workers: threads; one a core, at most four, when None.
+        progress: called a few times a second.
+        documents: file name -> JSON document to write beside the receipt.
 
     Raises:
-        BaseModelError, HeadsError, ConversionError, CheckpointError: see `plan_conversion`; nothing is left behind.
+        BaseModelError, HeadsError, ConversionError: see `plan_conversion`; also a source that changes while it is read.
+            Nothing is left behind.
+        CheckpointError: the output folder is in use or cannot be written, or the disk is full. What was written stays
+            for the next run, under names that no reader takes for a checkpoint.
     """
     started = time.perf_counter()
     base, source, heads = _open_inputs(base_folder, heads)
@@ -80,37 +99,39 @@ def convert_checkpoint(
         plan = fit.refit_plan(plan, config)
     out_folder = Path(out_folder)
     _refuse_source_folder(out_folder, source, heads)
-    existed = out_folder.exists()
-    out_folder.mkdir(parents=True, exist_ok=True)
-    ranks: list[RankFile] = []
-    try:
-        _remove_old_checkpoint(out_folder)
-        for rank in range(plan.world_size):
-            ranks.append(RankFile(out_folder / f"rank{rank}.safetensors", plan.rank_tensors(rank)))
-        verified = _write_values(iterate_targets(plan, source, heads, fit), plan, ranks, verify)
-        for file in ranks:
-            file.commit()
-        if fit is not None:
-            config, table = fit.finish_config(config, table)
-        config_file = write_config(out_folder, config)
-    except BaseException:
-        for file in ranks:
-            file.discard()
-        if not existed:
-            shutil.rmtree(out_folder, ignore_errors=True)
+    require_room(plan, out_folder)
+    sources = [source, *([heads.source] if heads is not None else [])]
+    description = describe_conversion(plan, sources, config)
+    if fit is not None:
+        description["fit"] = uuid.uuid4().hex
+    ranks = [plan.rank_tensors(rank) for rank in range(plan.world_size)]
+    with open_output(out_folder, ranks, description) as output, SourceDigests(sources) as digests:
+        warnings = list_warnings(plan, source, heads)
+        if output.note:
+            warnings += (f"an interrupted conversion was started again: {output.note}",)
+        resumed = len(output.done)
+        if fit is None:
+            verified = _stream_values(plan, source, heads, output, workers, progress, verify)
         else:
-            _remove_old_checkpoint(out_folder)
-        raise
-    return ConversionOutcome(
-        config=config,
-        field_table=table,
-        sources=list_source_fates(plan, source, heads),
-        targets=tuple(describe_target(planned) for planned in plan.tensors),
-        files=(*(file.path for file in ranks), config_file),
-        warnings=tuple(_plan_warnings(plan, source, heads)) + tuple(_tied_warning(plan, source)),
-        verified=verified,
-        seconds=time.perf_counter() - started,
-    )
+            verified = _write_fitted(iterate_targets(plan, source, heads, fit), plan, output, verify)
+            config, table = fit.finish_config(config, table)
+        for file in {file for one in sources for file in one.files()}:
+            next(one for one in sources if file in one.files()).check_unchanged(file)
+        outcome = ConversionOutcome(
+            config=config,
+            field_table=table,
+            sources=list_source_fates(plan, source, heads),
+            targets=tuple(describe_target(planned) for planned in plan.tensors),
+            files=(*(file.path for file in output.ranks), out_folder / "config.json"),
+            warnings=warnings,
+            verified=verified,
+            seconds=time.perf_counter() - started,
+            source_files=digests.collect(),
+            rules=plan.rules_digest,
+            resumed_spans=resumed,
+        )
+        output.finish(config, {**(documents or {}), RECEIPT: outcome.receipt()})
+    return outcome
 
 
 def checkpoint_tensors(
@@ -193,65 +214,47 @@ def _refuse_source_folder(out_folder: Path, source: TensorSource, heads: HeadSet
         )
 
 
-def _remove_old_checkpoint(folder: Path) -> None:
-    """Remove what an earlier conversion left: config.json first, so that no half checkpoint looks whole."""
-    (folder / "config.json").unlink(missing_ok=True)
-    for file in (*folder.glob("rank*.safetensors"), *folder.glob(".*.partial")):
-        file.unlink()
-
-
-def _write_values(
-    targets: Iterator[tuple[PlannedTensor, list[torch.Tensor], torch.Tensor]],
+def _stream_values(
     plan: ConversionPlan,
-    ranks: list[RankFile],
+    source: TensorSource,
+    heads: HeadSet | None,
+    output: OutputFolder,
+    workers: int | None,
+    progress: ShowProgress | None,
     verify: bool,
 ) -> int:
-    """One pass over all targets, into every rank's file. Returns how many were proved by the way back."""
+    """One pass over the sources, into every rank's file. Returns how many targets were proved by the way back."""
+    from porting_kit.conversion.proof import prove_targets
+    from porting_kit.conversion.spans import SpanMaker
+    from porting_kit.conversion.stream import default_workers, run_spans
+
+    workers = workers or default_workers()
+    maker = SpanMaker(plan, source, heads)
+    run_spans(maker, maker.cut(), output.ranks, output.journal, output.done, workers=workers, progress=progress)
+    if not verify:
+        return 0
+    proof = prove_targets(plan, source, heads, [file.read_back for file in output.ranks], workers)
+    proof.require()
+    return proof.proved
+
+
+def _write_fitted(
+    targets: Iterator[tuple[PlannedTensor, list[torch.Tensor], torch.Tensor]],
+    plan: ConversionPlan,
+    output: OutputFolder,
+    verify: bool,
+) -> int:
+    """One pass over all targets, made whole because a fit looks at a layer's attention together."""
     from porting_kit.conversion.apply import cut_piece, join_pieces
     from porting_kit.conversion.inverse import verify_fitted, verify_target
 
     for planned, sources, whole in targets:
         for piece in planned.pieces:
-            ranks[piece.rank].write(piece.name, cut_piece(whole, planned, piece))
+            output.ranks[piece.rank].write(piece.name, cut_piece(whole, planned, piece))
         if verify:
-            parts = [ranks[piece.rank].read_back(piece.name) for piece in planned.pieces]
+            parts = [output.ranks[piece.rank].read_back(piece.name) for piece in planned.pieces]
             if planned.origin == FITTED_ORIGIN:
                 verify_fitted(planned, join_pieces(planned, parts), whole)
             else:
                 verify_target(planned, join_pieces(planned, parts), sources, plan)
     return len(plan.tensors) if verify else 0
-
-
-def _tied_warning(plan: ConversionPlan, source: TensorSource) -> Iterator[str]:
-    import torch
-
-    if not plan.base.tied:
-        return
-    for planned in plan.tensors:
-        if planned.target == "lm_head.weight" and planned.origin == "base":
-            (embedding,) = [t.sources[0] for t in plan.tensors if t.target == "transformer.vocab_embedding.weight"]
-            own = source.read(planned.sources[0])
-            if not torch.equal(own, source.read(embedding)):
-                yield (
-                    f"the config ties the output matrix to the embedding, but {planned.sources[0]} differs from it; "
-                    "the file's own matrix is used"
-                )
-
-
-def _plan_warnings(plan: ConversionPlan, source: TensorSource, heads: HeadSet | None) -> list[str]:
-    warnings = [*heads.warnings, *heads.compare_base(plan.base)] if heads is not None else []
-    dtypes = {source.dtype(name) for planned in plan.tensors if planned.origin != "heads" for name in planned.sources}
-    if plan.dtype == "float16" and dtypes & {"bfloat16", "float32"}:
-        names = ", ".join(sorted(dtypes & {"bfloat16", "float32"}))
-        warnings.append(f"{names} weights are written as float16: no value overflows, small ones may lose digits")
-    elif plan.dtype == "bfloat16" and dtypes & {"float16", "float32"}:
-        warnings.append(f"{', '.join(sorted(dtypes))} weights are written as bfloat16: digits are lost")
-    for planned in plan.tensors:
-        if planned.padded_rows and planned.target == "lm_head.weight":
-            warnings.append(
-                f"the vocabulary is padded by {planned.padded_rows} rows to {plan.padded_vocab_size} for "
-                f"{plan.tp_size} ranks, in the base and in every head; the padding repeats the last real row"
-            )
-        if planned.origin == "tied":
-            warnings.append(f"tied embeddings: {planned.target} is a copy of {planned.sources[0]}")
-    return warnings

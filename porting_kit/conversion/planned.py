@@ -5,6 +5,7 @@ Plain data, worked out by `plan` from names and shapes; it gives the exact size 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,6 +105,11 @@ class ConversionPlan:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.tp_size * self.pp_size
+
+    @property
+    def rules_digest(self) -> str:
+        """SHA-256 of the rules as this plan applies them: targets, sources, operations, slices of every rank."""
+        return hashlib.sha256("\n".join(map(repr, self.tensors)).encode()).hexdigest()
 
     def rank_tensors(self, rank: int) -> dict[str, tuple[str, Shape]]:
         """Name -> (dtype, shape) of everything in one rank's file."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from porting_kit.conversion.config_fields import FieldRow
 from porting_kit.conversion.planned import ConversionPlan, PlannedTensor
+from porting_kit.conversion.source_digests import SourceFile
+from porting_kit.provenance import describe_environment
 
 if TYPE_CHECKING:
     from porting_kit.conversion.heads import HeadSet
@@ -49,6 +51,9 @@ class ConversionOutcome:
         warnings: what the user should know.
         verified: tensors proved by the way back, bit for bit or to one rounding (0 when not asked for).
         seconds: wall time.
+        source_files: the files read, with SHA-256.
+        rules: SHA-256 of the rules as they were applied, see `ConversionPlan.rules_digest`.
+        resumed_spans: pieces of work that an interrupted run had finished.
     """
 
     config: dict[str, Any]
@@ -59,10 +64,16 @@ class ConversionOutcome:
     warnings: tuple[str, ...]
     verified: int
     seconds: float
+    source_files: tuple[SourceFile, ...] = ()
+    rules: str = ""
+    resumed_spans: int = 0
 
     def receipt(self) -> dict[str, Any]:
         """JSON-ready account of both sides."""
         return {
+            "files": [asdict(file) for file in self.source_files],
+            "rules": self.rules,
+            "versions": describe_environment(),
             "sources": [asdict(fate) for fate in self.sources],
             "targets": [asdict(origin) for origin in self.targets],
             "fields": [asdict(row) for row in self.field_table],

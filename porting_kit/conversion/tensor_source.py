@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +33,8 @@ class TensorSource:
         self.entries, self.where, self.error = dict(entries), where, error
         self._maps: dict[Path, mmap.mmap] = {}
         self._states: dict[Path, dict[str, torch.Tensor]] = {}
+        self._opening = threading.Lock()
+        self.identity = {str(file): _identify(file) for file in self.files()}
 
     def names(self) -> tuple[str, ...]:
         """All tensor names, in file order."""
@@ -51,11 +55,70 @@ class TensorSource:
         """The file that holds a tensor."""
         return self.entries[name].file
 
+    def files(self) -> tuple[Path, ...]:
+        """All files that hold tensors, in order."""
+        return tuple(dict.fromkeys(entry.file for entry in self.entries.values()))
+
+    def is_mapped(self, name: str) -> bool:
+        """Whether rows of the tensor can be read by themselves, without memory for the rest."""
+        return self.entries[name].offset is not None
+
+    def place(self, name: str) -> tuple[str, int]:
+        """(file, first byte) of a tensor, to read in file order."""
+        entry = self.entries[name]
+        return str(entry.file), entry.offset or 0
+
+    def read_bytes(self, name: str) -> int:
+        """Memory that `read` takes for itself: none for a view of a mapped file."""
+        return 0 if self.is_mapped(name) else self.entries[name].num_bytes
+
+    def check_unchanged(self, file: Path) -> None:
+        """Raise when a file is no longer the one whose header was read: size, time stamp or file number differ."""
+        before, now = self.identity[str(file)], _identify(file)
+        if now != before:
+            raise self.error(
+                f"{file.name} changed while it was read",
+                expected=f"{before[0]} bytes, modified at {before[1] / 1e9:.3f} s",
+                found="no such file any more" if now[0] < 0 else f"{now[0]} bytes, modified at {now[1] / 1e9:.3f} s",
+                where=file,
+                next_step="wait until the download or copy has finished, then run again",
+            )
+
+    def read_rows(self, name: str, start: int, stop: int, width: int) -> torch.Tensor:
+        """Rows [start, stop) of a mapped tensor seen as [rows, width]; a view of the file, see `read`.
+
+        Raises:
+            error: the file has changed since its header was read.
+        """
+        import torch
+
+        entry = self.entries[name]
+        self.check_unchanged(entry.file)
+        item, dtype = ITEM_BYTES[entry.dtype], getattr(torch, entry.dtype)
+        first, count = entry.offset + start * width * item, (stop - start) * width
+        if count == 0:
+            return torch.empty(stop - start, width, dtype=dtype)
+        data = self._map(entry.file)
+        if entry.offset % item:
+            return torch.frombuffer(bytearray(data[first : first + count * item]), dtype=dtype).reshape(-1, width)
+        return torch.frombuffer(data, dtype=dtype, count=count, offset=first).reshape(-1, width)
+
+    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """Give back the pages of bytes [start, stop) of a mapped tensor; a later read maps them again."""
+        entry = self.entries[name]
+        data = self._maps.get(entry.file)
+        if data is None or entry.offset is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        last = entry.offset + (entry.num_bytes if stop is None else stop)
+        first = (entry.offset + start) // mmap.PAGESIZE * mmap.PAGESIZE
+        data.madvise(mmap.MADV_DONTNEED, first, min(last, len(data)) - first)
+
     def read(self, name: str) -> torch.Tensor:
         """The values, shape and dtype as in the file. A view of the mapped file: clone before changing it."""
         import torch
 
         entry = self.entries[name]
+        self.check_unchanged(entry.file)
         if entry.offset is None:
             return self._state(entry.file)[name]
         dtype = getattr(torch, entry.dtype)
@@ -70,21 +133,32 @@ class TensorSource:
         return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
 
     def _map(self, file: Path) -> mmap.mmap:
-        if file not in self._maps:
-            with file.open("rb") as stream:
-                # a private copy-on-write map: torch views must be writable, the file never changes
-                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._maps[file]
+        with self._opening:
+            if file not in self._maps:
+                with file.open("rb") as stream:
+                    # a private copy-on-write map: torch views must be writable, the file never changes
+                    self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            return self._maps[file]
 
     def _state(self, file: Path) -> dict[str, torch.Tensor]:
-        if file not in self._states:
-            import torch
+        with self._opening:
+            if file not in self._states:
+                import torch
 
-            state = _load_pickle(file, self.error)
-            if set(state) == {"state_dict"}:
-                state = state["state_dict"]
-            self._states[file] = {str(k): v for k, v in state.items() if isinstance(v, torch.Tensor)}
-        return self._states[file]
+                state = _load_pickle(file, self.error)
+                if set(state) == {"state_dict"}:
+                    state = state["state_dict"]
+                self._states[file] = {str(k): v for k, v in state.items() if isinstance(v, torch.Tensor)}
+            return self._states[file]
+
+
+def _identify(file: Path) -> tuple[int, int, int]:
+    """(bytes, time of the last change in ns, file number); negative when the file is gone."""
+    try:
+        state = os.stat(file)
+    except OSError:
+        return (-1, 0, 0)
+    return (state.st_size, state.st_mtime_ns, state.st_ino)
 
 
 def _load_pickle(file: Path, error: type[PortingKitError]) -> dict:

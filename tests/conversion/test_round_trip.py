@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from porting_kit.architectures import load_families, read_base_config
 from porting_kit.conversion import convert_checkpoint, open_tensor_source, plan_conversion, read_head_set
-from porting_kit.conversion.inverse import verify_checkpoint
+from porting_kit.conversion.proof import prove_checkpoint
 from porting_kit.errors import ConversionError
 from tests.conversion.rule_models import RAW, head_tensors, raw_config, write_model
 
@@ -40,7 +40,8 @@ def test_the_way_back_gives_the_source(family: str, dtype: str, tp_size: int, tm
         assert {str(t.dtype) for name, t in stored.items() if "router" not in name} == {f"torch.{dtype}"}
     source = open_tensor_source(tmp_path / "base")
     plan = plan_conversion(read_base_config(raw), source, dtype=dtype, tp_size=tp_size, heads=heads)
-    assert verify_checkpoint(plan, source, heads, tmp_path / "out") == len(plan.tensors)
+    proof = prove_checkpoint(plan, source, heads, tmp_path / "out", workers=2)
+    assert (proof.proved, proof.failures) == (len(plan.tensors), ())
 
 
 @pytest.mark.parametrize(
@@ -65,8 +66,11 @@ def test_a_changed_file_does_not_lead_back(name: str, change, tmp_path: Path) ->
     save_file({**stored, name: change(stored[name]).contiguous()}, file)
     source = open_tensor_source(tmp_path / "base")
     plan = plan_conversion(read_base_config(raw), source, dtype="float16", tp_size=2, heads=heads)
-    with pytest.raises(ConversionError):
-        verify_checkpoint(plan, source, heads, tmp_path / "out")
+    proof = prove_checkpoint(plan, source, heads, tmp_path / "out")
+    assert [failure.target for failure in proof.failures] == [name]
+    assert 1 in proof.failures[0].ranks
+    with pytest.raises(ConversionError, match=name):
+        proof.require()
 
 
 def test_pipeline_ranks_hold_their_own_layers(tmp_path: Path) -> None:

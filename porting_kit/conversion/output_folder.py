@@ -1,0 +1,156 @@
+"""The folder a checkpoint is written into: one writer at a time, resumable, complete only when config.json is there.
+
+Order of names: unfinished rank files are hidden; when all are on the disk they get their names, then the documents
+beside them are written, and config.json last. An old checkpoint loses its config.json before anything else of it is
+touched. A run that dies leaves the hidden files and the journal for the next one; an error of the input leaves nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from porting_kit.architectures.names import Shape
+from porting_kit.conversion.checkpoint import RankFile, sync_folder, write_config, write_document
+from porting_kit.conversion.journal import JOURNAL, Journal, lock_folder, read_journal
+from porting_kit.errors import CheckpointError, PortingKitError
+
+RECEIPT = "receipt.json"
+CONFIG = "config.json"
+DISK_ERRORS = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+DISK_ERRORS |= {errno.EFBIG: "a file grew beyond what the file system or the process may write"}
+
+
+@dataclass
+class OutputFolder:
+    """An output folder that this process holds; made by `open_output`.
+
+    Args:
+        path: the folder.
+        ranks: the unfinished rank files.
+        journal: what is done so far.
+        done: spans that an interrupted run finished.
+        note: why an interrupted run was not continued, "" when there was none or it was.
+    """
+
+    path: Path
+    ranks: Sequence[RankFile]
+    journal: Journal
+    done: set[int] = field(default_factory=set)
+    note: str = ""
+
+    def finish(self, config: Mapping[str, Any], documents: Mapping[str, Any]) -> tuple[Path, ...]:
+        """Name the rank files, write the documents, then config.json. Returns the files of the checkpoint."""
+        self.journal.close(self.journal.flush)
+        for file in self.ranks:
+            file.commit()
+        sync_folder(self.path)
+        for name, document in documents.items():
+            write_document(self.path / name, document)
+        config_file = write_config(self.path, config)
+        self.journal.remove()
+        return (*(file.path for file in self.ranks), config_file)
+
+
+@contextmanager
+def open_output(
+    path: Path, rank_tensors: Sequence[Mapping[str, tuple[str, Shape]]], description: dict[str, Any]
+) -> Iterator[OutputFolder]:
+    """Take an output folder; go on with the unfinished files of an interrupted run of the same conversion.
+
+    Args:
+        rank_tensors: what each rank's file holds, see `ConversionPlan.rank_tensors`.
+        description: see `describe_conversion`.
+
+    Raises:
+        CheckpointError: another run holds the folder, it cannot be written, or the disk is full.
+    """
+    existed = path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _explain(error, path) from error
+    with lock_folder(path):
+        folder: OutputFolder | None = None
+        try:
+            folder = _start(path, rank_tensors, description)
+            yield folder
+        except PortingKitError:
+            _close(folder)
+            remove_checkpoint(path)
+            if not existed:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        except OSError as error:
+            _close(folder)
+            if error.errno in DISK_ERRORS:
+                raise _explain(error, path) from error
+            raise
+        except BaseException:
+            _close(folder, flush=True)
+            raise
+
+
+def _start(
+    path: Path, rank_tensors: Sequence[Mapping[str, tuple[str, Shape]]], description: dict[str, Any]
+) -> OutputFolder:
+    (path / CONFIG).unlink(missing_ok=True)
+    sync_folder(path)
+    done, note = read_journal(path, description)
+    files = [path / f"rank{rank}.safetensors" for rank in range(len(rank_tensors))]
+    ranks: list[RankFile] = []
+    if done is not None:
+        try:
+            for file, tensors in zip(files, rank_tensors, strict=True):
+                ranks.append(RankFile(file, tensors, keep=True))
+        except CheckpointError as problem:
+            done, note = None, problem.subject
+            for rank in ranks:
+                rank.close()
+    if done is None:
+        remove_checkpoint(path)
+        ranks = []
+        for file, tensors in zip(files, rank_tensors, strict=True):
+            ranks.append(RankFile(file, tensors))
+    return OutputFolder(path, ranks, Journal(path, description, ranks, done or ()), done or set(), note)
+
+
+def _close(folder: OutputFolder | None, *, flush: bool = False) -> None:
+    """Let go of the files; after an interruption what was written is written down first."""
+    if folder is None:
+        return
+    folder.journal.close(folder.journal.flush if flush and not _all_closed(folder.ranks) else None)
+    for file in folder.ranks:
+        file.close()
+
+
+def _all_closed(ranks: Sequence[RankFile]) -> bool:
+    return any(file.descriptor < 0 for file in ranks)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove what a conversion left: config.json first, so that no half checkpoint looks whole."""
+    for file in (path / CONFIG, path / RECEIPT, path / JOURNAL):
+        file.unlink(missing_ok=True)
+    for file in (*path.glob("rank*.safetensors"), *path.glob(".*.partial")):
+        file.unlink(missing_ok=True)
+
+
+def _explain(error: OSError, path: Path) -> CheckpointError:
+    if error.errno in DISK_ERRORS:
+        free = shutil.disk_usage(path).free
+        return CheckpointError(
+            DISK_ERRORS[error.errno],
+            expected="room for the whole checkpoint",
+            found=f"{free / 2**20:.0f} MiB free",
+            where=path,
+            next_step="make room and run again: it goes on where it stopped; or remove the folder",
+        )
+    return CheckpointError(
+        "the output folder cannot be written", found=error, where=path, next_step="name another output folder"
+    )
