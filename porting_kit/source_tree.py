@@ -272,10 +272,18 @@ def read_constant(file: Path, key: ast.expr | None) -> str | None:
 
 
 def _follow_class(file: Path, name: str) -> tuple[str, Path] | None:
-    """The class's own name and the file with its `class` statement, found by following imports from `file`."""
+    """The class's own name and the file with its `class` statement, found by following imports from `file`.
+
+    A second name given by assignment is followed too: RobertaModel = BertModel (models/bert/model.py,
+    0.16.0.dev2024111900).
+    """
     for module_file, known_as in _chain_of_imports(file, name):
-        if re.search(rf"^class {re.escape(known_as)}\b", module_file.read_text(encoding="utf-8"), re.MULTILINE):
+        text, named = module_file.read_text(encoding="utf-8"), re.escape(known_as)
+        if re.search(rf"^class {named}\b", text, re.MULTILINE):
             return known_as, module_file
+        other = re.search(rf"^{named} = (\w+)$", text, re.MULTILINE)
+        if other is not None and other[1] != known_as:
+            return _follow_class(module_file, other[1])
     return None
 
 

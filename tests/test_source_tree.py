@@ -130,6 +130,21 @@ def test_models_are_followed_through_imports(make_tree):
     assert set(tree.model_classes()) == {"PlainForCausalLM", "OuterForCausalLM", "WideForCausalLM", "LateForCausalLM"}
 
 
+def test_a_second_name_given_by_assignment_is_followed(make_tree):
+    root = make_tree()
+    file = root / "tensorrt_llm" / "models" / "plain" / "model.py"
+    file.write_text(file.read_text() + "\n\nTwinForCausalLM = PlainForCausalLM\nLoop = Loop\n", encoding="utf-8")
+    init = root / "tensorrt_llm" / "models" / "__init__.py"
+    more = (
+        "from .plain.model import Loop, TwinForCausalLM\nMODEL_MAP['Twin'] = TwinForCausalLM\nMODEL_MAP['L'] = Loop\n"
+    )
+    init.write_text(init.read_text() + more, encoding="utf-8")
+    tree = open_source_tree(root)
+    assert tree.find_model("Twin") == ModelClass("Twin", "PlainForCausalLM", file)
+    with pytest.raises(SourceTreeError, match="'Loop'"):
+        tree.find_model("L")
+
+
 def test_a_misspelt_architecture_suggests_the_nearest(make_tree):
     tree = open_source_tree(make_tree())
     with pytest.raises(SourceTreeError) as caught:

@@ -32,7 +32,7 @@ from porting_kit.coverage.positions import (
 from porting_kit.coverage.reference_models import ReferenceCase, make_reference, save_reference
 from porting_kit.coverage.row import Row
 from porting_kit.errors import BaseModelError, EnvironmentMissing, PortFileError, PortingKitError
-from porting_kit.patching import MedusaModule, PatchOutcome, build_medusa_module, patch_architecture
+from porting_kit.patching import MedusaModule, PatchOutcome, ReleaseTooOld, build_medusa_module, patch_architecture
 from porting_kit.source_tree import SourceTree
 
 # float32 rounding of two ways to add up the same products; measured 2e-7 to 3e-6.
@@ -188,7 +188,10 @@ class TreeCoverage:
         key = f"{model.file}:{model.class_name}"
         if key not in self._patches:
             outcome = patch_architecture(self.tree, arch)
-            module = None if outcome.status == "refused" else build_medusa_module(self.tree, arch)
+            try:
+                module = None if outcome.status == "refused" else build_medusa_module(self.tree, arch)
+            except ReleaseTooOld as error:
+                raise RowRefused(error.subject) from error
             self._patches[key] = outcome, module
         return self._patches[key]
 

@@ -6,6 +6,7 @@ Composites of functional.py (its GELU, its RMS norm, its rotary and ALiBi tables
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -130,8 +131,15 @@ def layer_norm(
     eps: float = 1e-5,
     use_diff_of_squares: bool = True,
 ) -> Tensor:
+    """Weight and bias have the normalised shape or broadcast to the input: one norm for each head is [H, D]."""
     data = input.data
     shape = (data.shape[-1],) if isinstance(normalized_shape, int) else data.shape[-len(normalized_shape) :]
+    if any(isinstance(value, Tensor) and value.data.numel() > math.prod(shape) for value in (weight, bias)):
+        rows = torch_functional.layer_norm(data.float(), tuple(shape), eps=eps)
+        for value, combine in ((weight, torch.mul), (bias, torch.add)):
+            if value is not None:
+                rows = combine(rows, value.data.float() if isinstance(value, Tensor) else float(value))
+        return Tensor(rows.to(data.dtype))
     weight, bias = _read_affine(weight, shape, 1.0), _read_affine(bias, shape, 0.0)
     return Tensor(torch_functional.layer_norm(data, tuple(shape), weight, bias, eps))
 

@@ -6,7 +6,7 @@
 
 from .edits import Edit
 from .flow import Drop, find_dropped_arguments
-from .medusa_module import MedusaModule, build_medusa_module, patch_architecture, write_patch
+from .medusa_module import MedusaModule, ReleaseTooOld, build_medusa_module, patch_architecture, write_patch
 from .model_source import PatchOutcome, patch_model_source
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Edit",
     "MedusaModule",
     "PatchOutcome",
+    "ReleaseTooOld",
     "build_medusa_module",
     "find_dropped_arguments",
     "patch_architecture",

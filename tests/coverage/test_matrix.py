@@ -79,6 +79,19 @@ def test_a_recurrent_state_is_refused_before_anything_runs(make_tree):
     assert "recurrent state" in row.reason
 
 
+def test_a_release_whose_shared_classes_know_no_tree_is_refused(make_tree):
+    root = make_tree(
+        (
+            "models/modeling_utils.py",
+            "lora_params=None,\n        spec_decoding_params=None,\n    ):\n        # Handed",
+            "lora_params=None,\n    ):\n        # Handed",
+        )
+    )
+    (row,) = cover(root, BLOOM).values()
+    assert (row.status, row.context_error) == ("refused", None)
+    assert "does not pass the tree of draft tokens through" in row.reason
+
+
 def test_every_case_without_its_architecture_has_a_row_and_a_reason():
     tree = open_source_tree("bundled")
     planned = plan_rows(tree)

@@ -90,6 +90,16 @@ def test_layer_norm_with_neutral_constants() -> None:
     assert torch.allclose(primitives.layer_norm(rows, (8,), 1.0, 0.0).data, expected)
 
 
+def test_layer_norm_with_one_weight_for_each_head() -> None:
+    """layers/attention.py 0.15.0.dev2024101500 normalises [T, H, D] over D with weights of its own for every head."""
+    generator = torch.Generator().manual_seed(3)
+    rows, weight, bias = (torch.randn(shape, generator=generator) for shape in ((5, 2, 8), (2, 8), (2, 8)))
+    expected = torch.nn.functional.layer_norm(rows, (8,)) * weight + bias
+    found = primitives.layer_norm(Tensor(rows), 8, Tensor(weight), Tensor(bias)).data
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(primitives.layer_norm(Tensor(rows), 8, Tensor(weight), 0.0).data, expected - bias, atol=1e-6)
+
+
 @pytest.mark.parametrize("mode", [0, 1])
 def test_moe_plugin_against_loops(mode: int) -> None:
     """Gated experts: linear half first, activated half second; weights renormalised in mode 1."""

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from porting_kit.errors import PatchError, SourceTreeError
-from porting_kit.patching import build_medusa_module, find_dropped_arguments, write_patch
+from porting_kit.patching import ReleaseTooOld, build_medusa_module, find_dropped_arguments, write_patch
 from porting_kit.patching.diff import unified_diff
 from porting_kit.patching.medusa_module import make_imports_absolute, read_source
 from porting_kit.source_tree import SourceTree, open_source_tree
@@ -97,8 +97,27 @@ def test_shared_classes_must_hand_the_arguments_on(bundled, tmp_path):
     shared = tree.package / "models" / "modeling_utils.py"
     text = shared.read_text(encoding="utf-8")
     shared.write_text(text.replace("        spec_decoding_params=None,\n", "", 1), encoding="utf-8")
-    with pytest.raises(PatchError, match="DecoderLayerList"):
+    with pytest.raises(ReleaseTooOld, match="DecoderLayerList"):
         build_medusa_module(tree, "BloomForCausalLM")
+
+
+def test_a_model_in_a_folder_of_a_folder_is_registered_there(bundled, tmp_path):
+    """As phi3/phi3small/model.py of 0.11.0.dev2024060400."""
+    tree = copy_tree(bundled, tmp_path / "tree")
+    models = tree.package / "models"
+    (models / "family").mkdir()
+    (models / "bloom").rename(models / "family" / "bloom")
+    file = models / "family" / "bloom" / "model.py"
+    for path, old, new in ((file, "from ...", "from ...."), (file, "from ..modeling", "from ...modeling")):
+        path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+    init = models / "__init__.py"
+    init.write_text(init.read_text(encoding="utf-8").replace("from .bloom.", "from .family.bloom."), encoding="utf-8")
+    module = build_medusa_module(open_source_tree(tree.root), "BloomForCausalLM")
+    _, patch = write_patch(module, tmp_path)
+    git_apply(tree.root, patch)
+    registered = open_source_tree(tree.root).find_model(module.class_name)
+    assert registered.file == file.with_name("medusa.py")
+    assert f"from .family.bloom.medusa import {module.class_name}" in init.read_text(encoding="utf-8")
 
 
 def test_inputs_follow_the_release(bundled, tmp_path):
