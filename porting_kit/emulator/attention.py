@@ -173,8 +173,13 @@ def attend_generation(
     slots = list(step.generation_slots)
     step.store_generation(layer, padded[:, :, H:], values)
     cached = layer[slots[0] : slots[0] + len(slots)] if is_run(slots) else layer[slots]
+    keys, values = cached[:, 0, :, :end], cached[:, 1, :, :end]
+    real_kernel = getattr(step.kernel, "attend_tree", None) if step.is_speculative else None
+    if real_kernel is not None:
+        output = real_kernel(padded[:, :, :H], keys, values, step.past_column(device), tree, setting.scale)
+        return pack_requests(step, output, lengths)
     mask = find_generation_bias(step, setting, tree, positions, end, qkv.dtype)
-    output = attend(padded[:, :, :H].transpose(1, 2), cached[:, 0, :, :end], cached[:, 1, :, :end], setting, mask=mask)
+    output = attend(padded[:, :, :H].transpose(1, 2), keys, values, setting, mask=mask)
     return pack_requests(step, output.transpose(1, 2), lengths)
 
 

@@ -44,6 +44,11 @@ class KernelView:
     def one_position_id_per_request(self) -> bool:
         return self.profile.one_position_id_per_request
 
+    @property
+    def attend_tree(self) -> Any:
+        """The real kernel that attends in a tree step, None where the emulator's own arithmetic stands for it."""
+        return self.profile.attend_tree
+
     def refuse_layer(self, setting: Any, arguments: dict[str, Any]) -> None:
         """Ask the profile whether its kernels take this layer in a generation step with a tree.
 

@@ -1,12 +1,15 @@
 """Which attention arithmetic a release has in the generation phase, and what it refuses.
 
 `kernel_profile("exact")` is the mathematics; `kernel_profile("release:0.11.0.dev2024062500")` is what that release's
-kernels do: it refuses what they refuse, with their message, and leaves out what they leave out.
+kernels do: it refuses what they refuse, with their message, and leaves out what they leave out. `kernel_profile("xqa")`
+is for the real kernel: what surrounds it is as in every release, and the arithmetic is handed in from outside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from porting_kit.errors import KernelRefusal, PortFileError
 from porting_kit.releases.enforced_gates import ENFORCED_GATES
@@ -54,8 +57,8 @@ class KernelProfile:
     """The generation-phase arithmetic of one release, or the exact one.
 
     Args:
-        name: `exact` or `release:<number>`.
-        release: the release number, None for `exact`.
+        name: `exact`, `xqa` or `release:<number>`.
+        release: the release number, None for `exact` and `xqa`.
         alibi_in_generation: ALiBi reaches the generation phase with speculative decoding.
         softcap_in_generation: so does a tanh soft-cap on the attention logits.
         relative_bias_in_generation: so does a learned relative bias.
@@ -63,7 +66,8 @@ class KernelProfile:
         window_in_generation: a sliding window is honoured beyond its length.
         one_position_id_per_request: the runtime feeds one position id per request, not one per tree node.
         gates: the gates this release has, in the library's order.
-        limits: their parameters, None for `exact`.
+        limits: their parameters, None for `exact` and `xqa`.
+        attend_tree: the real kernel, called in every tree step; None where its arithmetic is imitated.
     """
 
     name: str
@@ -76,6 +80,7 @@ class KernelProfile:
     one_position_id_per_request: bool
     gates: tuple[KernelGate, ...] = ()
     limits: KernelLimits | None = None
+    attend_tree: Callable[..., Any] | None = None
 
     def refuse(self, shape: AttentionShape) -> None:
         """Stop where the library would stop, with its message.
@@ -105,23 +110,36 @@ _EXACT = KernelProfile(
     one_position_id_per_request=False,
 )
 
+# Its dispatch is not judged (no gates): only what the kernel and the runtime around it compute.
+_XQA = KernelProfile(
+    name="xqa",
+    release=None,
+    alibi_in_generation=False,
+    softcap_in_generation=False,
+    relative_bias_in_generation=False,
+    kv_scale_in_generation=True,
+    window_in_generation=False,
+    one_position_id_per_request=True,
+)
+
 
 def kernel_profile(name: str) -> KernelProfile:
     """The profile of a port file's `kernel` entry.
 
     Args:
-        name: `exact`, or `release:` and a TensorRT-LLM release number.
+        name: `exact`, `xqa` (without the kernel itself, which its user puts in), or `release:` and a TensorRT-LLM
+            release number.
 
     Raises:
         PortFileError: neither form, no release number, or a release outside the known ranges.
     """
-    if name == "exact":
-        return _EXACT
+    if name in (_EXACT.name, _XQA.name):
+        return _EXACT if name == _EXACT.name else _XQA
     prefix, separator, release = name.partition(":")
     if prefix != "release" or not separator:
         raise PortFileError(
             "unknown kernel profile",
-            expected=f"exact, or release:<number> with a release of {describe_known_range()}",
+            expected=f"exact, xqa, or release:<number> with a release of {describe_known_range()}",
             found=repr(name),
             next_step="for example kernel: release:0.11.0.dev2024062500",
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from porting_kit.errors import KernelRefusal, PortFileError
+from porting_kit.errors import KernelRefusal
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.run_folder import replace_folder, write_json
 from porting_kit.steps.alignment_session import AlignmentSession
@@ -84,15 +84,12 @@ def align_port(run: PortRun, session: AlignmentSession | None = None) -> AlignRe
 
 def _require_possible(run: PortRun) -> None:
     """Refuse what this version or machine cannot do before anything is loaded."""
+    from porting_kit.emulator.xqa import open_xqa_kernel
     from porting_kit.engine.run import find_environment
     from porting_kit.errors import EnvironmentMissing
 
-    if run.port.kernel == "xqa":
-        raise PortFileError(
-            "this version cannot run the alignment on the real XQA kernel",
-            expected="kernel: exact, or kernel: release:<x>",
-            found="kernel: xqa",
-        )
+    if run.port.kernel == "xqa" and run.port.engine == "emulator":
+        open_xqa_kernel(run.port.target.tokens_per_block)
     if run.port.engine == "tensorrt_llm":
         missing = find_environment().missing
         raise EnvironmentMissing(
@@ -128,8 +125,11 @@ def _judge(alignment: Any, session: AlignmentSession) -> StepOutcome:
 
 
 def run_kernel(session: AlignmentSession) -> str:
-    """Whose arithmetic the tokens came from: a kernel profile of the emulator, or an engine."""
-    return "engine" if session.run.port.engine == "captured" else session.kernel.name
+    """Whose arithmetic the tokens came from: a kernel profile, the real kernel's build, or an engine."""
+    if session.run.port.engine == "captured":
+        return "engine"
+    real = session.kernel.attend_tree
+    return session.kernel.name if real is None else str(real.build)
 
 
 def format_alignment(result: AlignResult) -> str:

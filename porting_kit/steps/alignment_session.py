@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from porting_kit.alignment.fit import ContextOracle
 from porting_kit.alignment.head_oracle import ReferenceHeads, read_reference_heads
 from porting_kit.alignment.layers import compare_layers, pair_modules
 from porting_kit.alignment.reference import Reference, load_reference, resolve_dtype
 from porting_kit.alignment.result import AlignmentResult
-from porting_kit.alignment.run import AlignmentOptions, align_captured_outputs, align_port_outputs
+from porting_kit.alignment.run import EMULATED, AlignmentOptions, align_captured_outputs, align_port_outputs
 from porting_kit.architectures.base_config import BaseConfig
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.plan import plan_conversion
@@ -29,17 +30,20 @@ from porting_kit.conversion.planned import ConversionPlan, plan_scalars
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
 from porting_kit.diagnosis import PortState, name_cause, read_port_state
 from porting_kit.emulator import EmulatedModel, open_emulator
+from porting_kit.emulator.xqa import open_xqa_kernel
 from porting_kit.engine.captured import (
     CapturedSequence,
     read_captured_logits,
     read_captured_tokens,
     write_captured_tokens,
 )
+from porting_kit.engine.captured_runs import is_capture_file, read_capture_file
 from porting_kit.kernel_fit.fit import CONFIG_KEY
 from porting_kit.medusa.tree import MedusaTree, read_tree
-from porting_kit.outcomes import Verdict
+from porting_kit.outcomes import Coverage, Verdict
 from porting_kit.releases.kernels import KernelProfile, kernel_profile
 from porting_kit.source_tree import SourceTree
+from porting_kit.steps.captured_alignment import align_capture
 from porting_kit.steps.context import PortRun
 from porting_kit.steps.convert import TREE_FILE
 from porting_kit.steps.preflight import (
@@ -117,8 +121,11 @@ class AlignmentSession:
 
     @cached_property
     def kernel(self) -> KernelProfile:
-        """Whose attention arithmetic the emulator uses."""
-        return kernel_profile(self.run.port.kernel)
+        """Whose attention arithmetic the emulator uses; for `xqa` with the real kernel in it."""
+        profile = kernel_profile(self.run.port.kernel)
+        if profile.name != "xqa":
+            return profile
+        return replace(profile, attend_tree=open_xqa_kernel(self.run.port.target.tokens_per_block))
 
     @cached_property
     def source_tree(self) -> SourceTree:
@@ -173,6 +180,7 @@ class AlignmentSession:
             near_tie_tolerance=wanted.near_tie_tolerance,
             differences=self.base.definition.differences,
             fit_notes=self.approximate_fit_notes,
+            covered=(*EMULATED, Coverage.KERNEL_ARITHMETIC) if self.kernel.attend_tree is not None else None,
         )
 
     def align(self, model: Any = None, tree: MedusaTree | None = None) -> AlignmentResult:
@@ -206,13 +214,21 @@ class AlignmentSession:
         return read_captured_logits(logits_file, sequences, vocab_size=vocab_size)
 
     def align_captured(self, sequences: Sequence[CapturedSequence] | None = None) -> AlignmentResult:
-        """Align what an engine answered; the file that the port names when None."""
+        """Align what an engine answered; the file that the port names (the capture script's or run.py's) when None."""
         port = self.run.port
         if sequences is None:
-            sequences = self.read_captured(port.resolve_path(port.alignment.captured))
+            file = port.resolve_path(port.alignment.captured)
+            if is_capture_file(file):
+                return align_capture(self, read_capture_file(file))
+            sequences = self.read_captured(file)
         emitted = [list(sequence.tokens) for sequence in sequences]
         return align_captured_outputs(
-            self.reference, self.prompts, emitted, resolve_dtype(port.dtype), options=self.options
+            self.reference,
+            self.prompts,
+            emitted,
+            resolve_dtype(port.dtype),
+            fitted=ContextOracle(self.model) if self.approximate_fit_notes else None,
+            options=self.options,
         )
 
     def explain(self, result: AlignmentResult) -> AlignmentResult:
@@ -244,7 +260,7 @@ class AlignmentSession:
         """Write the emitted tokens in the format of TensorRT-LLM's run script (`--output_npy`)."""
         rows = [np.asarray(text.tokens, dtype=np.int32) for text in result.texts]
         end_id = self.reference.settings.end_ids[0] if self.reference.settings.end_ids else 0
-        write_captured_tokens(path, self.prompts, rows, end_id=end_id)
+        write_captured_tokens(path, result.prompts, rows, end_id=end_id)
 
 
 @contextmanager

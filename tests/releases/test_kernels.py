@@ -254,7 +254,14 @@ def test_releases_outside_the_known_ranges_name_the_known_range(name):
     assert "0.8 to 1.2" in raised.value.message
 
 
-@pytest.mark.parametrize("name", ["xqa", "release", "0.11.0", ""])
+def test_the_real_kernels_profile_has_no_gates_and_leaves_out_what_every_release_leaves_out():
+    profile = kernel_profile("xqa")
+    assert (profile.gates, profile.limits, profile.attend_tree) == ((), None, None)
+    assert not profile.alibi_in_generation
+    assert profile.one_position_id_per_request
+
+
+@pytest.mark.parametrize("name", ["XQA", "release", "0.11.0", ""])
 def test_other_profile_names_are_refused(name):
     with pytest.raises(PortFileError):
         kernel_profile(name)
