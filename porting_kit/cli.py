@@ -63,16 +63,45 @@ def patch(port_file: PortFile, out: OutFolder = None, parameter: Overrides = Non
 
 
 @app.command()
-def convert(port_file: PortFile, out: OutFolder = None, parameter: Overrides = None, as_json: AsJson = False) -> None:
-    """Convert the base's weights and the heads to a TensorRT-LLM Medusa checkpoint."""
+def convert(
+    port_file: PortFile,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read both sides again and prove every tensor; converts first if needed.")
+    ] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Say what it would need (disk, memory, time) and convert nothing.")
+    ] = False,
+    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Threads; the bytes are the same.")] = None,
+    out: OutFolder = None,
+    parameter: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Convert the base's weights and the heads to a TensorRT-LLM Medusa checkpoint; go on where a run stopped."""
     from porting_kit.steps.context import open_port_run
-    from porting_kit.steps.convert import convert_port, format_conversion
+    from porting_kit.steps.convert import convert_port, estimate_port, format_conversion, format_estimate
+    from porting_kit.steps.proof import format_proof, prove_port
 
-    _report(
-        lambda: convert_port(open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))),
-        format_conversion,
-        as_json,
-    )
+    def open_run() -> Any:
+        return open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))
+
+    if estimate:
+        _report(lambda: estimate_port(open_run()), format_estimate, as_json)
+    elif verify:
+        _report(lambda: prove_port(open_run(), workers=workers), format_proof, as_json)
+    else:
+        _report(lambda: convert_port(open_run(), verify=False, workers=workers), format_conversion, as_json)
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint folder.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two TensorRT-LLM checkpoints, tensor by tensor and config field by config field."""
+    from porting_kit.steps.compare import compare_folders, format_comparison
+
+    _report(lambda: compare_folders(first, second), format_comparison, as_json)
 
 
 @app.command()

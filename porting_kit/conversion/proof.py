@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from porting_kit.conversion.apply import join_pieces
-from porting_kit.conversion.inverse import verify_target
-from porting_kit.conversion.planned import ConversionPlan, PlannedTensor, read_source
+from porting_kit.conversion.inverse import verify_fitted, verify_target
+from porting_kit.conversion.planned import FITTED_ORIGIN, ConversionPlan, PlannedTensor, TargetFit, read_source
 from porting_kit.conversion.stream import MEMORY_BYTES, MemoryGate
 from porting_kit.conversion.tensor_source import TensorSource
 from porting_kit.conversion.weight_files import read_header
@@ -110,6 +110,30 @@ def prove_checkpoint(
         CheckpointError: a rank's file is missing or damaged, or holds other tensors than the plan says.
     """
     return prove_targets(plan, source, heads, open_ranks(plan, folder), workers)
+
+
+def prove_fitted(
+    plan: ConversionPlan, source: TensorSource, heads: HeadSet | None, readers: Sequence[ReadTensor], fit: TargetFit
+) -> Proof:
+    """The same for a fitted checkpoint: what the fit changed is made again and compared, the rest is led back.
+
+    Args:
+        plan: the plan that `fit.refit_plan` gave.
+        fit: the fit, made anew for this proof.
+    """
+    from porting_kit.conversion.convert import iterate_targets
+
+    failures = []
+    for planned, sources, whole in iterate_targets(plan, source, heads, fit):
+        try:
+            joined = join_pieces(planned, [readers[piece.rank](piece.name) for piece in planned.pieces])
+            if planned.origin == FITTED_ORIGIN:
+                verify_fitted(planned, joined, whole)
+            else:
+                verify_target(planned, joined, sources, plan)
+        except ConversionError as problem:
+            failures.append(Failure(planned.target, tuple(piece.rank for piece in planned.pieces), _one_line(problem)))
+    return Proof(len(plan.tensors) - len(failures), tuple(failures))
 
 
 def open_ranks(plan: ConversionPlan, folder: Path) -> list[ReadTensor]:

@@ -1,6 +1,7 @@
 """The convert step: base weights and heads become a TensorRT-LLM checkpoint, every tensor accounted for.
 
-The checkpoint is written beside its final place and takes it when it is complete; a receipt of both sides goes with it.
+The checkpoint is written into its final folder under hidden names; `config.json` comes last and makes it one. A run
+that was stopped is continued by the next. A receipt of both sides goes with it. `prove_port` reads both sides again.
 """
 
 from __future__ import annotations
@@ -9,21 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from porting_kit.conversion import ConversionOutcome, convert_checkpoint
+from porting_kit.conversion.estimate import ConversionEstimate, estimate_conversion
+from porting_kit.conversion.output_folder import RECEIPT
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
-from porting_kit.run_folder import replace_folder, write_json
 from porting_kit.steps.context import PortRun, finish_step, running_step
-from porting_kit.steps.fit import describe_fit, measure_port_activations, plan_port_fit
-from porting_kit.steps.preflight import (
-    open_port_tree,
-    read_port_base,
-    read_port_heads,
-    read_port_tree,
-    target_profile,
-    target_release,
-)
+from porting_kit.steps.conversion_inputs import TREE_FILE, ConversionInputs, open_conversion
+from porting_kit.steps.fit import describe_fit, measure_port_activations
+from porting_kit.steps.progress import ProgressBar
 
-RECEIPT = "receipt.json"
-TREE_FILE = "medusa_choices.json"
+__all__ = ["RECEIPT", "TREE_FILE", "ConvertResult", "EstimateResult", "convert_port", "estimate_port"]
 
 
 @dataclass(frozen=True)
@@ -38,62 +33,88 @@ class ConvertResult:
         return {**self.outcome.as_dict(), "receipt": self.conversion.receipt()}
 
 
-def convert_port(run: PortRun) -> ConvertResult:
-    """Convert the port's base and heads, prove the result by the inverse rules, and write the checkpoint.
+@dataclass(frozen=True)
+class EstimateResult:
+    """What a conversion would need; a pass says that nothing stands in the way, not that anything was converted."""
+
+    outcome: StepOutcome
+    estimate: ConversionEstimate
+
+    def document(self) -> dict[str, Any]:
+        """The `--json` document."""
+        return {**self.outcome.as_dict(), "estimate": self.estimate.as_dict()}
+
+
+def convert_port(run: PortRun, *, verify: bool = True, workers: int | None = None) -> ConvertResult:
+    """Convert the port's base and heads and write the checkpoint.
+
+    Args:
+        verify: read every tensor back and prove it by the inverse rules before the checkpoint is complete.
+        workers: threads; chosen by the machine when None. The bytes written do not depend on it.
 
     Raises:
         BaseModelError, HeadsError, TreeError, ConversionError: unusable input; nothing is left behind.
+        CheckpointError: the folder is in use, or the disk is full.
     """
     with running_step(run, "convert") as watch:
-        port = run.port
-        source_tree = open_port_tree(port)
-        profile = target_profile(port, source_tree)
-        release = target_release(source_tree, profile)
-        base = read_port_base(port, release)
-        heads = read_port_heads(port, base, check_values=True)
-        tree = read_port_tree(port, heads)
-        fit = plan_port_fit(port, base, profile)
-        activations = measure_port_activations(port, source_tree, fit)
-        with replace_folder(run.folder.checkpoint) as folder:
+        inputs = open_conversion(run.port, check_values=True)
+        activations = measure_port_activations(run.port, inputs.source_tree, inputs.fit)
+        with ProgressBar("convert") as bar:
             conversion = convert_checkpoint(
-                port.base_path,
-                folder,
-                heads=heads,
-                dtype=port.dtype,
-                tp_size=port.target.tp_size,
-                pp_size=port.target.pp_size,
-                release=release,
-                fit=fit.for_conversion(activations) if fit.steps else None,
+                run.port.base_path,
+                run.folder.checkpoint,
+                heads=inputs.heads,
+                dtype=run.port.dtype,
+                tp_size=run.port.target.tp_size,
+                pp_size=run.port.target.pp_size,
+                release=inputs.release,
+                verify=verify,
+                fit=inputs.fit.for_conversion(activations) if inputs.fit.steps else None,
+                workers=workers,
+                progress=bar.show,
+                documents={TREE_FILE: inputs.tree.choices()},
             )
-            write_json(folder / RECEIPT, conversion.receipt())
-            write_json(folder / TREE_FILE, tree.choices())
-        names = sorted(file.name for file in conversion.files)
-        outcome = StepOutcome(
-            step="convert",
-            verdict=Verdict.PASS,
-            summary=(
-                f"{len(conversion.targets)} tensors from {len(conversion.sources)}, all accounted for, "
-                f"{conversion.verified} proved by the inverse rules"
-            ),
-            covered=(Coverage.WEIGHTS,),
-            figures={
-                "architecture": conversion.config["architecture"],
-                "dtype": port.dtype,
-                "ranks": port.target.tp_size * port.target.pp_size,
-                "sources": len(conversion.sources),
-                "targets": len(conversion.targets),
-                "verified": conversion.verified,
-                "heads_layout": heads.layout,
-                "heads": heads.num_heads,
-                "head_layers": heads.num_layers,
-                "tree_nodes": tree.num_nodes,
-                "bytes": sum((run.folder.checkpoint / name).stat().st_size for name in names),
-                "warnings": list(conversion.warnings),
-                "fit": describe_fit(fit),
-            },
-            products=tuple(f"checkpoint/{name}" for name in (*names, RECEIPT, TREE_FILE)),
-        )
-        return ConvertResult(finish_step(run, outcome, watch), conversion)
+        return ConvertResult(finish_step(run, _judge(run, inputs, conversion), watch), conversion)
+
+
+def estimate_port(run: PortRun) -> EstimateResult:
+    """What the conversion would need, from headers alone; refuses what cannot work. Writes no outcome."""
+    inputs = open_conversion(run.port)
+    plan = inputs.plan()
+    estimate = estimate_conversion(plan, inputs.sources, run.folder.checkpoint, probe=True)
+    outcome = StepOutcome("convert", Verdict.PASS, estimate.describe(), figures=estimate.as_dict())
+    return EstimateResult(outcome, estimate)
+
+
+def _judge(run: PortRun, inputs: ConversionInputs, conversion: ConversionOutcome) -> StepOutcome:
+    names = sorted(file.name for file in conversion.files)
+    proved = (
+        f"{conversion.verified} proved by the inverse rules" if conversion.verified else "not yet proved (--verify)"
+    )
+    return StepOutcome(
+        step="convert",
+        verdict=Verdict.PASS,
+        summary=f"{len(conversion.targets)} tensors from {len(conversion.sources)}, all accounted for, {proved}",
+        covered=(Coverage.WEIGHTS,),
+        figures={
+            "architecture": conversion.config["architecture"],
+            "dtype": conversion.config["dtype"],
+            "ranks": conversion.config["mapping"]["world_size"],
+            "sources": len(conversion.sources),
+            "targets": len(conversion.targets),
+            "verified": conversion.verified,
+            "heads_layout": inputs.heads.layout,
+            "heads": inputs.heads.num_heads,
+            "head_layers": inputs.heads.num_layers,
+            "tree_nodes": inputs.tree.num_nodes,
+            "bytes": sum((run.folder.checkpoint / name).stat().st_size for name in names),
+            "seconds_converting": round(conversion.seconds, 3),
+            "resumed_spans": conversion.resumed_spans,
+            "warnings": list(conversion.warnings),
+            "fit": describe_fit(inputs.fit),
+        },
+        products=tuple(f"checkpoint/{name}" for name in (*names, RECEIPT, TREE_FILE)),
+    )
 
 
 def format_conversion(result: ConvertResult) -> str:
@@ -102,3 +123,8 @@ def format_conversion(result: ConvertResult) -> str:
     lines.append(f"convert: {result.outcome.verdict.value} - {result.outcome.summary}")
     lines += [f"  {product}" for product in result.outcome.products]
     return "\n".join(lines)
+
+
+def format_estimate(result: EstimateResult) -> str:
+    """One line for a terminal."""
+    return f"convert: {result.outcome.verdict.value} - {result.outcome.summary}"

@@ -1,0 +1,86 @@
+"""What the convert step and its proof read: the port's base, heads, tree and kernel fit, opened by their headers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from porting_kit.architectures.base_config import BaseConfig
+from porting_kit.conversion.config_fields import build_config
+from porting_kit.conversion.heads import HeadSet
+from porting_kit.conversion.plan import plan_conversion
+from porting_kit.conversion.planned import ConversionPlan
+from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
+from porting_kit.kernel_fit.plan import FitPlan
+from porting_kit.medusa.tree import MedusaTree
+from porting_kit.port import Port
+from porting_kit.source_tree import SourceTree
+from porting_kit.steps.fit import plan_port_fit
+from porting_kit.steps.preflight import (
+    open_port_tree,
+    read_port_base,
+    read_port_heads,
+    read_port_tree,
+    target_profile,
+    target_release,
+)
+
+TREE_FILE = "medusa_choices.json"
+
+
+@dataclass(frozen=True)
+class ConversionInputs:
+    """The parts of one port's conversion."""
+
+    port: Port
+    source_tree: SourceTree
+    release: str | None
+    base: BaseConfig
+    source: TensorSource
+    heads: HeadSet
+    tree: MedusaTree
+    fit: FitPlan
+
+    @property
+    def sources(self) -> tuple[TensorSource, ...]:
+        """All catalogues that values come from."""
+        return (self.source, self.heads.source)
+
+    def plan(self, fit: Any = None) -> ConversionPlan:
+        """The conversion as the port asks for it.
+
+        Args:
+            fit: what `FitPlan.for_conversion` gives; None plans without a fit.
+
+        Raises:
+            BaseModelError, HeadsError, ConversionError: see `plan_conversion`.
+        """
+        target = self.port.target
+        ranks = {"tp_size": target.tp_size, "pp_size": target.pp_size}
+        options = {"dtype": self.port.dtype, "heads": self.heads, "release": self.release, **ranks}
+        plan = plan_conversion(self.base, self.source, **options)
+        return plan if fit is None else fit.refit_plan(plan, build_config(plan.base, **options)[0])
+
+
+def open_conversion(port: Port, *, check_values: bool = False) -> ConversionInputs:
+    """Open a port's conversion; headers only, unless the heads' values are to be checked.
+
+    Raises:
+        BaseModelError, HeadsError, TreeError, SourceTreeError: unusable input.
+    """
+    source_tree = open_port_tree(port)
+    profile = target_profile(port, source_tree)
+    release = target_release(source_tree, profile)
+    source = open_tensor_source(port.base_path)
+    base = read_port_base(port, release, source)
+    heads = read_port_heads(port, base, check_values=check_values)
+    return ConversionInputs(
+        port=port,
+        source_tree=source_tree,
+        release=release,
+        base=base,
+        source=source,
+        heads=heads,
+        tree=read_port_tree(port, heads),
+        fit=plan_port_fit(port, base, profile),
+    )

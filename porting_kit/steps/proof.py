@@ -1,0 +1,135 @@
+"""`porting-kit convert --verify`: read the checkpoint and its sources again and prove every tensor.
+
+The rules are run backwards from the files of all ranks to the source; a tensor that does not lead back is named, with
+the ranks that hold it. Attention that a kernel fit changed has no way back: it is made again and compared.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from porting_kit.conversion.output_folder import CONFIG, RECEIPT
+from porting_kit.conversion.proof import Failure, Proof, open_ranks, prove_fitted, prove_targets
+from porting_kit.conversion.source_digests import SourceDigests
+from porting_kit.errors import CheckpointError
+from porting_kit.outcomes import Coverage, StepOutcome, Verdict
+from porting_kit.steps.context import PortRun
+from porting_kit.steps.conversion_inputs import ConversionInputs, open_conversion
+from porting_kit.steps.convert import convert_port
+from porting_kit.steps.fit import measure_port_activations
+
+STEP = "convert"
+
+
+@dataclass(frozen=True)
+class ProofResult:
+    """What the proof found.
+
+    Args:
+        outcome: pass, or fail with the tensors named.
+        proof: counts and failures.
+        changed_files: source files that are not those of the receipt.
+    """
+
+    outcome: StepOutcome
+    proof: Proof
+    changed_files: tuple[str, ...]
+
+    def document(self) -> dict[str, Any]:
+        """The `--json` document."""
+        failures = [failure.__dict__ for failure in self.proof.failures]
+        return {**self.outcome.as_dict(), "failures": failures, "changed_files": list(self.changed_files)}
+
+
+def prove_port(run: PortRun, *, workers: int | None = None) -> ProofResult:
+    """Prove the run's checkpoint; it is converted first where that has not been done.
+
+    Raises:
+        RunFolderError: the checkpoint was made from other inputs.
+        CheckpointError: a file is missing, damaged, or holds other tensors than the port asks for.
+    """
+    from porting_kit.conversion.stream import default_workers
+
+    if run.folder.outcome(STEP) is None:
+        convert_port(run, verify=False, workers=workers)
+    earlier = run.folder.require(STEP, run.inputs(STEP))
+    inputs = open_conversion(run.port)
+    with SourceDigests(inputs.sources) as digests:
+        proof = _prove(run, inputs, workers or default_workers())
+        changed = _find_changed_files(run, digests)
+    outcome = _judge(earlier, proof, changed)
+    run.folder.finish(outcome)
+    return ProofResult(outcome, proof, changed)
+
+
+def _prove(run: PortRun, inputs: ConversionInputs, workers: int) -> Proof:
+    folder = run.folder.checkpoint
+    fit = None
+    if inputs.fit.steps:
+        fit = inputs.fit.for_conversion(measure_port_activations(run.port, inputs.source_tree, inputs.fit))
+    plan = inputs.plan(fit)
+    readers = open_ranks(plan, folder)
+    if fit is None:
+        proof = prove_targets(plan, inputs.source, inputs.heads, readers, workers)
+    else:
+        proof = prove_fitted(plan, inputs.source, inputs.heads, readers, fit)
+    mapping = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("mapping", {})
+    if mapping.get("tp_size") != plan.tp_size or mapping.get("pp_size") != plan.pp_size:
+        failure = Failure(CONFIG, (), f"the mapping says {mapping}, the files are of {plan.tp_size} x {plan.pp_size}")
+        proof = replace(proof, failures=(*proof.failures, failure))
+    return proof
+
+
+def _find_changed_files(run: PortRun, digests: SourceDigests) -> tuple[str, ...]:
+    """Source files whose SHA-256 is not that of the receipt."""
+    try:
+        receipt = json.loads((run.folder.checkpoint / RECEIPT).read_text(encoding="utf-8"))
+        stated = {file["path"]: file["sha256"] for file in receipt["files"]}
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise CheckpointError(
+            "the conversion's receipt cannot be read",
+            found=problem,
+            where=run.folder.checkpoint / RECEIPT,
+            next_step="convert again",
+        ) from None
+    return tuple(file.path for file in digests.collect() if stated.get(file.path, file.sha256) != file.sha256)
+
+
+def _judge(earlier: StepOutcome, proof: Proof, changed: tuple[str, ...]) -> StepOutcome:
+    """The convert outcome with the proof in it: a checkpoint that fails must not be used by later steps."""
+    figures = {**earlier.figures, "verified": proof.proved, "source_files_changed": list(changed)}
+    if not proof.failures:
+        figures.pop("unproved", None)
+        summary = f"{proof.proved} tensors proved by the inverse rules, both sides read again"
+        if changed:
+            summary += f"; {len(changed)} source files have changed since, their tensors have not"
+        return replace(earlier, verdict=Verdict.PASS, summary=summary, figures=figures, failing_gate=None)
+    first = proof.failures[0]
+    figures |= {
+        "unproved": [failure.target for failure in proof.failures],
+        "next_step": "convert again; if it stays, the disk or the memory is faulty",
+    }
+    summary = f"{len(proof.failures)} of {proof.proved + len(proof.failures)} tensors fail; {first.message}"
+    return replace(
+        earlier,
+        verdict=Verdict.FAIL,
+        summary=summary,
+        covered=(Coverage.WEIGHTS,),
+        figures=figures,
+        failing_gate="inverse rules",
+    )
+
+
+def format_proof(result: ProofResult) -> str:
+    """One line per failure, then the verdict."""
+    lines = [
+        f"FAIL  {failure.target} (ranks {', '.join(map(str, failure.ranks)) or '-'}): {failure.message}"
+        for failure in result.proof.failures[:20]
+    ]
+    if len(result.proof.failures) > 20:
+        lines.append(f"... {len(result.proof.failures)} in all")
+    lines += [f"warning: {file} changed since the conversion" for file in result.changed_files]
+    lines.append(f"convert --verify: {result.outcome.verdict.value} - {result.outcome.summary}")
+    return "\n".join(lines)
