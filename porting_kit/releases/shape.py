@@ -130,7 +130,7 @@ def read_compute_capability(value: object) -> int | None:
     if value is None:
         return None
     text = str(value).lower().removeprefix("sm").lstrip("_").replace(".", "")
-    if not text.isdigit() or len(text) < 2:
+    if not (text.isascii() and text.isdigit()) or len(text) < 2:
         raise PortFileError("not a compute capability", expected="a number such as 9.0 or sm90", found=repr(value))
     return int(text)
 

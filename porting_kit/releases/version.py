@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from porting_kit.errors import PortFileError
 
-_PATTERN = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:(a|b|rc)(\d+))?(?:\.?post(\d+))?(?:\.?dev(\d+))?(?:\+[a-z0-9.]+)?")
+_PATTERN = re.compile(
+    r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:(a|b|rc)(\d+))?(?:\.?post(\d+))?(?:\.?dev(\d+))?(?:\+[a-z0-9.]+)?", re.ASCII
+)
 _STAGES = {"a": 1, "b": 2, "rc": 3}
 _FINAL = 4
 
@@ -36,7 +38,7 @@ def parse_release(text: str) -> Release:
     Raises:
         PortFileError: the text is no release number.
     """
-    match = _PATTERN.fullmatch(text.strip())
+    match = _PATTERN.fullmatch(text)
     if match is None:
         raise PortFileError(
             "not a TensorRT-LLM release number",
@@ -51,4 +53,4 @@ def parse_release(text: str) -> Release:
         phase = (_STAGES.get(stage or "", _FINAL), int(stage_number or 0))
     dev_key = (0, int(dev)) if dev is not None else (1, 0)
     key = (int(major), int(minor), int(micro or 0), *phase, int(post or -1), *dev_key)
-    return Release(key, text.strip())
+    return Release(key, text)

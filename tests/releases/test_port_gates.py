@@ -204,3 +204,5 @@ def test_a_compute_capability_that_is_none_is_refused():
     assert read_compute_capability(None) is None
     with pytest.raises(PortFileError):
         read_compute_capability("hopper")
+    with pytest.raises(PortFileError):
+        read_compute_capability("9.²")

@@ -38,7 +38,7 @@ def test_a_leading_v_and_a_local_part_do_not_matter():
     assert parse_release("v0.9.0").key == parse_release("0.9.0").key == parse_release("0.9.0+cu12").key
 
 
-@pytest.mark.parametrize("text", ["bundled-1", "", "latest", "0.11.x", "License"])
+@pytest.mark.parametrize("text", ["bundled-1", "", "latest", "0.11.x", "License", "0.11.0\n", " 0.11.0", "0.1١.0"])
 def test_text_that_is_no_release_is_refused(text):
     with pytest.raises(PortFileError, match="release number"):
         parse_release(text)
