@@ -1,0 +1,286 @@
+"""A conversion that is killed, finds the disk full, or meets another run leaves nothing that looks complete."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from porting_kit.conversion import convert_checkpoint, spans
+from porting_kit.conversion.checkpoint import RankFile
+from porting_kit.conversion.journal import JOURNAL, LOCK, Journal, lock_folder
+from porting_kit.errors import BaseModelError, CheckpointError
+from tests.conversion.rule_models import LIKE_LLAMA, raw_config, write_model
+from tests.conversion.test_streaming import digest
+
+ROOT = Path(__file__).resolve().parents[2]
+LARGER = {**LIKE_LLAMA, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("interrupted") / "base"
+    write_model(folder, raw_config("llama", **LARGER), dtype=torch.bfloat16)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(base: Path) -> dict[str, str]:
+    convert_checkpoint(base, base.parent / "whole", dtype="float16", tp_size=2, verify=False)
+    return digest(base.parent / "whole")
+
+
+def looks_complete(folder: Path) -> bool:
+    """What any reader of checkpoints looks for: config.json and every rank's file under its name."""
+    return (folder / "config.json").exists()
+
+
+def start_conversion(base: Path, out: Path, delay: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.conversion.convert_worker", str(base), str(out), "2", str(delay), "20000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def kill_at(base: Path, out: Path, seconds: float) -> None:
+    """Kill a conversion some time after its first span; it must not have finished."""
+    process = start_conversion(base, out, 0.02)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("converting")
+    time.sleep(seconds)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+def kill_and_resume(base: Path, out: Path, expected: dict[str, str], kills: int, seed: int) -> int:
+    """Kill a conversion at random moments, each time going on; then let it end. Returns the spans it did not redo."""
+    moments = random.Random(seed)
+    for _ in range(kills):
+        kill_at(base, out, moments.uniform(0, 0.25))
+        assert not looks_complete(out)
+        assert not list(out.glob("rank*.safetensors"))
+    outcome = convert_with_small_spans(base, out)
+    assert digest(out) == expected
+    assert looks_complete(out)
+    assert not list(out.glob(".*"))
+    return outcome.resumed_spans
+
+
+def convert_with_small_spans(base: Path, out: Path):
+    before, spans.SPAN_BYTES = spans.SPAN_BYTES, 20000
+    try:
+        return convert_checkpoint(base, out, dtype="float16", tp_size=2, workers=2)
+    finally:
+        spans.SPAN_BYTES = before
+
+
+def test_a_killed_conversion_goes_on_where_it_was(base: Path, expected: dict[str, str], tmp_path: Path) -> None:
+    resumed = kill_and_resume(base, tmp_path / "out", expected, kills=1, seed=1)
+    assert resumed > 0
+
+
+@pytest.mark.slow
+def test_twenty_kills(base: Path, expected: dict[str, str], tmp_path: Path) -> None:
+    for seed in range(5):
+        assert kill_and_resume(base, tmp_path / f"out{seed}", expected, kills=4, seed=seed) > 0
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, count: int, problem: BaseException) -> None:
+    """Let a conversion write `count` parts, then fail."""
+    write, written = RankFile.write, []
+
+    def fail(self, name, tensor, place=0):
+        if len(written) >= count:
+            raise problem
+        written.append(name)
+        write(self, name, tensor, place)
+
+    monkeypatch.setattr(RankFile, "write", fail)
+
+
+def interrupt(base: Path, out: Path, monkeypatch: pytest.MonkeyPatch, count: int = 40) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, count, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            convert_with_small_spans(base, out)
+    assert not looks_complete(out)
+    assert (out / JOURNAL).exists()
+
+
+def test_an_interrupt_keeps_what_is_done(base, expected, tmp_path, monkeypatch) -> None:
+    interrupt(base, tmp_path / "out", monkeypatch)
+    read: list[str] = []
+    source_rows = spans.TensorSource.read_rows
+    monkeypatch.setattr(
+        spans.TensorSource, "read_rows", lambda self, name, *rest: read.append(name) or source_rows(self, name, *rest)
+    )
+    outcome = convert_with_small_spans(base, tmp_path / "out")
+    assert outcome.resumed_spans >= 15
+    assert digest(tmp_path / "out") == expected
+    again = convert_with_small_spans(base, tmp_path / "fresh")
+    assert again.resumed_spans == 0
+
+
+def test_a_journal_of_another_conversion_is_not_used(base, tmp_path, monkeypatch) -> None:
+    """Other ranks, other weights, other dtype: what lies there is of no use and is started again."""
+    interrupt(base, tmp_path / "out", monkeypatch)
+    outcome = convert_checkpoint(base, tmp_path / "out", dtype="float16", tp_size=1)
+    assert outcome.resumed_spans == 0
+    assert any("started again: plan" in warning for warning in outcome.warnings)
+    assert [file.name for file in (tmp_path / "out").glob("rank*")] == ["rank0.safetensors"]
+
+
+def test_a_touched_source_is_converted_again(base, expected, tmp_path, monkeypatch) -> None:
+    interrupt(base, tmp_path / "out", monkeypatch)
+    os.utime(base / "model.safetensors")
+    outcome = convert_with_small_spans(base, tmp_path / "out")
+    assert outcome.resumed_spans == 0
+    assert any("started again: sources" in warning for warning in outcome.warnings)
+    assert digest(tmp_path / "out") == expected
+
+
+def test_a_torn_journal_line_is_left_out(base, expected, tmp_path, monkeypatch) -> None:
+    interrupt(base, tmp_path / "out", monkeypatch)
+    with (tmp_path / "out" / JOURNAL).open("a") as stream:
+        stream.write("[1, 2, 3")
+    assert convert_with_small_spans(base, tmp_path / "out").resumed_spans > 0
+    assert digest(tmp_path / "out") == expected
+
+
+def test_a_journal_that_promises_too_much_is_found_by_the_proof(base, tmp_path, monkeypatch) -> None:
+    """The proof rests on the files alone: it sees spans that the journal claims and nobody wrote."""
+    interrupt(base, tmp_path / "out", monkeypatch)
+    with (tmp_path / "out" / JOURNAL).open("a") as stream:
+        stream.write(json.dumps(list(range(60))) + "\n")
+    with pytest.raises(Exception, match="tensors fail") as caught:
+        convert_with_small_spans(base, tmp_path / "out")
+    assert type(caught.value).__name__ == "ConversionError"
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_run_killed_between_the_renames_is_finished(base, expected, tmp_path, monkeypatch) -> None:
+    """One rank has its final name, the other not yet: nothing looks complete, and the next run ends it."""
+    commit = RankFile.commit
+
+    def stop_at_second(self):
+        if self.path.name == "rank1.safetensors":
+            raise KeyboardInterrupt
+        commit(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankFile, "commit", stop_at_second)
+        with pytest.raises(KeyboardInterrupt):
+            convert_with_small_spans(base, tmp_path / "out")
+    assert not looks_complete(tmp_path / "out")
+    outcome = convert_with_small_spans(base, tmp_path / "out")
+    assert outcome.resumed_spans > 0
+    assert digest(tmp_path / "out") == expected
+
+
+def test_an_old_checkpoint_stops_looking_complete_first(base, tmp_path, monkeypatch) -> None:
+    convert_checkpoint(base, tmp_path / "out", dtype="float32", verify=False)
+    interrupt(base, tmp_path / "out", monkeypatch, count=0)
+    assert not looks_complete(tmp_path / "out")
+
+
+def test_a_folder_in_use_is_refused(base, tmp_path) -> None:
+    process = start_conversion(base, tmp_path / "out", 0.05)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(CheckpointError, match="in use by another run") as caught:
+            convert_checkpoint(base, tmp_path / "out", dtype="float16", tp_size=2)
+        assert str(process.pid) in str(caught.value.found)
+        assert (tmp_path / "out" / JOURNAL).exists()  # the other run's work is left alone
+    finally:
+        process.kill()
+        process.wait()
+    assert convert_with_small_spans(base, tmp_path / "out").files  # the lock went with its process
+
+
+def test_a_lock_is_taken_again_after_it_was_given_back(tmp_path) -> None:
+    for _ in range(2):
+        with lock_folder(tmp_path):
+            assert (tmp_path / LOCK).exists()
+            with pytest.raises(CheckpointError, match="in use"), lock_folder(tmp_path):
+                pass
+    assert not (tmp_path / LOCK).exists()
+
+
+@pytest.mark.parametrize("change", ["touch", "grow", "replace", "remove", "truncate"])
+def test_a_source_that_changes_is_noticed(change: str, tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "base"
+    write_model(folder, raw_config("llama", **LARGER), dtype=torch.bfloat16)
+    file = folder / "model.safetensors"
+    note, noted = Journal.note, []
+
+    def change_once(self, number, num_bytes):
+        note(self, number, num_bytes)
+        noted.append(number)
+        if len(noted) == 5:
+            if change == "touch":
+                os.utime(file)
+            elif change == "grow":
+                file.open("ab").write(b"x")
+            elif change == "truncate":
+                os.truncate(file, 1000)
+            else:
+                content = file.read_bytes()
+                file.unlink()
+                if change == "replace":
+                    file.write_bytes(content)
+
+    monkeypatch.setattr(Journal, "note", change_once)
+    with pytest.raises(BaseModelError, match=r"model.safetensors changed while it was read"):
+        convert_with_small_spans(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_said_and_can_be_gone_on_from(base, expected, tmp_path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, 30, OSError(errno.ENOSPC, "No space left on device"))
+        with pytest.raises(CheckpointError, match="the disk is full") as caught:
+            convert_with_small_spans(base, tmp_path / "out")
+    assert "goes on where it stopped" in str(caught.value.next_step)
+    assert not looks_complete(tmp_path / "out")
+    assert not list((tmp_path / "out").glob("rank*"))
+    convert_with_small_spans(base, tmp_path / "out")
+    assert digest(tmp_path / "out") == expected
+
+
+def test_a_full_file_system(base, expected, tmp_path) -> None:
+    """A real one: a tmpfs with room for a third, where it may be mounted; elsewhere a limit on the file's size."""
+    small = tmp_path / "small"
+    small.mkdir()
+    size = sum(tensor.stat().st_size for tensor in (base.parent / "whole").glob("rank*")) // 3
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(small)]
+    mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        if mounted:
+            with pytest.raises(CheckpointError, match="too little room"):
+                convert_checkpoint(base, small / "out", dtype="float16", tp_size=2)
+            assert not (small / "out").exists()
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("porting_kit.conversion.convert.require_room", lambda *_: None)
+            with pytest.raises(CheckpointError, match=r"the disk is full|a file grew beyond"):
+                convert_checkpoint(base, small / "out", dtype="float16", tp_size=2)
+        assert not looks_complete(small / "out")
+        assert not list((small / "out").glob("rank*"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+        if mounted:
+            subprocess.run(["umount", str(small)], check=True)
