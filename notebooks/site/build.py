@@ -1,7 +1,10 @@
 """Build the site: stage pages and notebooks in a folder, run Sphinx, check that the result needs no other host.
 
 A notebook is taken as executed by a run (`runs/<name>/**/<notebook>`) when one run holds them all; a run that passed
-comes first. Otherwise it is taken as it is in the source, without outputs. The index page says which.
+comes first. Otherwise it is taken as it is in the source, without outputs. The index page and every notebook say which.
+
+How-to pages are found by themselves: every file in `notebooks/howto/` is staged, pictures beside the pages included.
+Hidden files, which editors and JupyterLab leave behind, and notebooks without a number are no part of the site.
 """
 
 from __future__ import annotations
@@ -16,6 +19,10 @@ from pathlib import Path
 SITE = Path(__file__).resolve().parent
 ROOT = SITE.parents[1]
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+NO_OUTPUTS = (
+    "The notebooks are shown without outputs: no complete run was there when the site was built. `make demo`, then "
+    "`make docs`, adds them."
+)
 # Elements that make a browser fetch something while it renders the page. A plain link (`a href`) does not.
 LOADED = re.compile(
     r"<(?:script|img|iframe|source|video|audio|embed|link)\b[^>]*?\b(?:src|href|data)\s*=\s*[\"']?((?:https?:)?//[^\s\"'>]+)",
@@ -36,28 +43,51 @@ def find_complete_run(runs: Path, names: list[str]) -> tuple[Path | None, dict[s
 
 def has_passed(run: Path) -> bool:
     """Whether the run's report says pass."""
+    return read_verdict(run) == "pass"
+
+
+def read_verdict(run: Path) -> str | None:
+    """The verdict in the run's report, None when it has none."""
     outcome = run / "report" / "outcome.json"
-    return outcome.is_file() and json.loads(outcome.read_text(encoding="utf-8")).get("verdict") == "pass"
+    return json.loads(outcome.read_text(encoding="utf-8")).get("verdict") if outcome.is_file() else None
 
 
 def stage_sources(staging: Path, runs: Path) -> str:
     """Copy pages, README and notebooks into the staging folder; returns the sentence on where outputs come from."""
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    shutil.copytree(ROOT / "notebooks" / "howto", staging / "howto")
-    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    shutil.copytree(ROOT / "notebooks" / "howto", staging / "howto", ignore=shutil.ignore_patterns(".*"))
+    notebooks = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
     run, executed = find_complete_run(runs, [notebook.name for notebook in notebooks])
+    outputs = describe_outputs(run)
     for notebook in notebooks:
         text = executed.get(notebook.name, notebook).read_text(encoding="utf-8")
-        text = drop_widgets(text).replace(f"{runs.resolve().parent}/", "")  # papermill writes absolute paths
+        text = add_note(drop_widgets(text), outputs)
+        text = text.replace(f"{runs.resolve().parent}/", "")  # papermill writes absolute paths
         (staging / notebook.name).write_text(text, encoding="utf-8")
-    outputs = "The notebooks are shown without outputs: no complete run was there when the site was built."
-    if run is not None:
-        outputs = f"The outputs in the notebooks are those of the run `{run.name}`."
     for page in [*SITE.glob("*.md"), ROOT / "README.md"]:
         text = page.read_text(encoding="utf-8").replace("{{ outputs }}", outputs)
         (staging / page.name).write_text(text, encoding="utf-8")
     return outputs
+
+
+def describe_outputs(run: Path | None) -> str:
+    """One sentence for a reader: which run the outputs come from and how it ended, or that there are none."""
+    if run is None:
+        return NO_OUTPUTS
+    verdict = read_verdict(run)
+    ending = f", whose verdict is *{verdict.replace('_', ' ')}*" if verdict else ""
+    return f"The outputs in the notebooks are those of the run `{run.name}`{ending}."
+
+
+def add_note(notebook: str, sentence: str) -> str:
+    """The notebook with a note below its title."""
+    document = json.loads(notebook)
+    cells = document["cells"]
+    titles = [place for place, cell in enumerate(cells) if "".join(cell["source"]).startswith("# ")]
+    note = {"cell_type": "markdown", "id": "outputs", "metadata": {}, "source": f":::{{note}}\n{sentence}\n:::"}
+    cells.insert(titles[0] + 1 if titles else 0, note)
+    return json.dumps(document)
 
 
 def drop_widgets(notebook: str) -> str:

@@ -69,9 +69,51 @@ def test_the_site_builds_with_the_outputs_of_the_run(project):
     assert "HBox" not in page
     assert "runs/demo" in page
     assert str(project) not in page
-    assert "those of the run <code" in (project / "build" / "docs" / "index.html").read_text()
+    for stated in ("00_count.html", "index.html"):
+        assert "those of the run <code" in (project / "build" / "docs" / stated).read_text()
     for needed in ("refused", "port file", "covered"):
         assert needed in "".join(file.read_text() for file in (project / "build" / "docs").glob("*.html"))
+
+
+PICTURE = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><circle r="4" /></svg>'
+
+
+def test_without_a_run_every_notebook_says_so_and_a_new_page_is_found_with_its_picture(project):
+    howto = project / "notebooks" / "howto"
+    (howto / "a_new_page.md").write_text("# A page nobody listed\n\n![a circle](circle.svg)\n")
+    (howto / "circle.svg").write_text(PICTURE)
+    # What JupyterLab leaves behind where somebody opened a page, and a notebook of the reader's own.
+    (howto / ".ipynb_checkpoints").mkdir()
+    (howto / ".ipynb_checkpoints" / "a_new_page-checkpoint.md").write_text("# An old copy\n")
+    shutil.copy(FIXTURE, project / "notebooks" / "Untitled.ipynb")
+    run = build(project)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    pages = project / "build" / "docs"
+    notebooks = sorted(pages.glob("[0-9]*.html"))
+    assert len(notebooks) == len(list((project / "notebooks").glob("[0-9]*.ipynb")))
+    for page in (*notebooks, pages / "index.html"):
+        assert "shown without outputs" in page.read_text(), page.name
+    assert "A page nobody listed" in (pages / "index.html").read_text()
+    assert "circle.svg" in (pages / "howto" / "a_new_page.html").read_text()
+    assert (pages / "_images" / "circle.svg").read_text() == PICTURE
+    assert not list(pages.rglob("*checkpoint*"))
+
+
+@pytest.mark.parametrize(("verdict", "said"), [("fail", "*fail*"), ("not_run", "*not run*"), (None, "`demo`.")])
+def test_the_note_names_the_run_and_how_it_ended(site, tmp_path, verdict, said):
+    run = tmp_path / "demo"
+    (run / "report").mkdir(parents=True)
+    if verdict:
+        (run / "report" / "outcome.json").write_text(json.dumps({"verdict": verdict}))
+    assert said in site.describe_outputs(run)
+
+
+def test_the_note_stands_below_the_title_even_of_a_notebook_that_broke_off(site):
+    notebook = json.loads(FIXTURE.read_text(encoding="utf-8"))
+    notebook["cells"].insert(0, {"cell_type": "markdown", "id": "x", "metadata": {}, "source": "An error below"})
+    cells = json.loads(site.add_note(json.dumps(notebook), "No run."))["cells"]
+    assert ["".join(cell["source"])[:2] for cell in cells[:3]] == ["An", "# ", "::"]
 
 
 def test_a_page_that_loads_from_another_host_fails_the_build(site, tmp_path, monkeypatch, capsys):
