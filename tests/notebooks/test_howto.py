@@ -10,6 +10,7 @@ import typer
 import yaml
 
 from porting_kit.cli import app
+from porting_kit.medusa.tree import read_tree
 from porting_kit.port import known_field_names, make_port
 
 ROOT = Path(__file__).parents[2]
@@ -73,3 +74,47 @@ def test_the_port_file_of_the_first_page_is_one(tmp_path):
     page = (ROOT / "notebooks" / "howto" / "getting_started.md").read_text(encoding="utf-8")
     (block,) = [text for language, text in BLOCK.findall(page) if language == "yaml"]
     assert make_port(yaml.safe_load(block), folder=tmp_path).fit == "auto"
+
+
+def read_step_table(page: str) -> list[tuple[list[int], int, list[int], str, int]]:
+    """Node, position offset, rows seen, mask row and packed mask of each row of the worked step."""
+    rows = re.findall(r"^\| \d+ \| `(\[.*?\])` \| .*? \| (\d) \| ([\d, ]+) \| `(\d+)` \| (\d+) \|$", page, re.MULTILINE)
+    return [
+        (ast.literal_eval(node), int(offset), [int(row) for row in seen.split(",")], mask, int(packed))
+        for node, offset, seen, mask, packed in rows
+    ]
+
+
+def find_step_problems(page: str) -> list[str]:
+    """Rows of the worked step that are not what the code makes of its tree."""
+    (choices,) = re.findall(r"^tree = read_tree\((.*)\)$", page, re.MULTILINE)
+    tree = read_tree(ast.literal_eval(choices))
+    mask = tree.mask.int().tolist()
+    expected = [
+        (list(node), len(node), [row for row, seen in enumerate(mask[place]) if seen], "".join(map(str, mask[place])))
+        for place, node in enumerate(tree.nodes)
+    ]
+    expected = [(*row, *packed) for row, packed in zip(expected, tree.packed_mask.tolist(), strict=True)]
+    assert [row[1] for row in expected] == tree.position_offsets.tolist()
+    found = read_step_table(page)
+    problems = [f"row {place}" for place, row in enumerate(expected) if place >= len(found) or found[place] != row]
+    return problems + ([f"{len(found)} rows"] if len(found) != len(expected) else [])
+
+
+CONCEPTS = (ROOT / "notebooks" / "howto" / "concepts.md").read_text(encoding="utf-8")
+
+
+def test_the_worked_step_is_what_the_code_does():
+    assert find_step_problems(CONCEPTS) == []
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "problem"),
+    [
+        ("`11001` | 19 |", "`11001` | 18 |", "row 4"),
+        ("| 0, 2 | `10100`", "| 0, 1, 2 | `10100`", "row 2"),
+        ("[0, 0], [0, 1]])", "[0, 0]])", "5 rows"),
+    ],
+)
+def test_a_slip_in_the_worked_step_is_found(right, wrong, problem):
+    assert problem in find_step_problems(CONCEPTS.replace(right, wrong))
