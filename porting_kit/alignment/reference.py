@@ -5,6 +5,7 @@ Nothing is downloaded (`local_files_only`) and no code from the model folder run
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -200,6 +201,27 @@ def load_reference(
     tokenizer = _load_tokenizer(where, options)
     model = model.to(device).eval().requires_grad_(False)
     return reference_from_model(model, tokenizer=tokenizer, attention=f"{chosen}: {reason}", where=str(path))
+
+
+def read_reference_settings(path: str | Path) -> tuple[GenerationSettings, Any]:
+    """The settings a base would be compared with, and its tokenizer (None without one); reads no weights.
+
+    Raises:
+        BaseModelError: transformers cannot read the config.
+    """
+    from transformers import GenerationConfig
+
+    where, options = _location(Path(path).expanduser())
+    options |= {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config, _ = _read_config(where, options)
+    except (ImportError, OSError, ValueError, KeyError) as error:
+        raise BaseModelError("transformers cannot read the base model's config", found=error, where=path) from error
+    generation_config = None
+    with contextlib.suppress(OSError, ValueError):
+        generation_config = GenerationConfig.from_pretrained(where, local_files_only=True)
+    tokenizer = _load_tokenizer(where, options)
+    return read_settings(config, generation_config, tokenizer), tokenizer
 
 
 def _read_config(where: str, options: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -33,7 +33,8 @@ from porting_kit.outcomes import Coverage
 
 BASE, FITTED_BASE = "the base", "the fitted base"
 EMULATED = (Coverage.WEIGHTS, Coverage.MODEL_CODE, Coverage.TREE_AND_ACCEPTANCE)
-ON_THE_ENGINE = tuple(Coverage)
+TOKENS_ONLY = (Coverage.WEIGHTS, Coverage.MODEL_CODE)
+"""What tokens from elsewhere cover by themselves: they do not say which engine, on which card, or how many a step."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def align_captured_outputs(
     return AlignmentResult(
         verdict=decide_verdict(gates),
         summary=summarise(gates, judged, fit),
-        covered=options.covered or ON_THE_ENGINE,
+        covered=options.covered or TOKENS_ONLY,
         gates=tuple(gates),
         texts=tuple(judged),
         prompts=tuple(tuple(prompt) for prompt in prompts),

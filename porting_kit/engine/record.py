@@ -8,19 +8,20 @@ record written beside the engine keeps them together: tree, versions, flags, has
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from porting_kit.engine.capture_evidence import RECORD_NAME, digest_file
+from porting_kit.engine.capture_kit import digest_checkpoint
 from porting_kit.engine.command import CommandPlan
 from porting_kit.errors import CheckpointError
-from porting_kit.provenance import describe_environment, fingerprint_path
+from porting_kit.provenance import describe_environment
 from porting_kit.releases.build_flags import compare_releases
 from porting_kit.releases.kernels import GateResult
 from porting_kit.releases.port_gates import max_num_tokens_gate, tree_gate
 
-RECORD_NAME = "porting_record.json"
 # SpeculativeDecodingMode, models/modeling_utils.py 0.10.0.dev2024050700 and later (an IntFlag, written as a number).
 MODES = {
     1: "none",
@@ -177,7 +178,13 @@ def _release_gate(built: str, planned: str) -> GateResult:
 
 
 def write_record(
-    folder: Path, *, plan: CommandPlan, choices: Sequence[Sequence[int]], checkpoint_dir: Path, seconds: float
+    folder: Path,
+    *,
+    plan: CommandPlan,
+    choices: Sequence[Sequence[int]],
+    checkpoint_dir: Path,
+    seconds: float,
+    card: Mapping[str, str] | None = None,
 ) -> Path:
     """Write tree, plan, versions and hashes beside the engine, so that they cannot be lost from each other.
 
@@ -187,15 +194,17 @@ def write_record(
         choices: the tree, every node listed.
         checkpoint_dir: what it was built from.
         seconds: of the build.
+        card: name and compute_capability of the card it was built on.
     """
     record = {
         "release": plan.release,
         "command": list(plan.command),
         "medusa_choices": [list(path) for path in choices],
-        "checkpoint": fingerprint_path(checkpoint_dir),
-        "engine": {file.name: fingerprint_path(file) for file in sorted(folder.glob("*.engine"))},
-        "config": fingerprint_path(folder / "config.json"),
+        "checkpoint": digest_checkpoint(checkpoint_dir),
+        "engine": {file.name: digest_file(file) for file in sorted(folder.glob("*.engine"))},
+        "config": digest_file(folder / "config.json"),
         "environment": describe_environment(),
+        "card": None if card is None else dict(card),
         "seconds": round(seconds, 1),
     }
     file = folder / RECORD_NAME
@@ -206,25 +215,74 @@ def write_record(
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record beside an engine; its engine files must be the ones recorded.
+    """The record beside an engine; its engine files must be the ones recorded, whole or copied.
 
     Raises:
-        CheckpointError: no record, not JSON, or engine files that changed since.
+        CheckpointError: no record, not JSON, an engine file of 0 bytes, or engine files that changed since.
     """
     file = folder / RECORD_NAME
     if not file.is_file():
         raise CheckpointError("the engine has no record beside it", expected=RECORD_NAME, where=folder)
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError("the engine's record is not JSON", found=error, where=file) from None
-    found = {path.name: fingerprint_path(path) for path in sorted(folder.glob("*.engine"))}
-    if found != record.get("engine"):
+    engines = sorted(folder.glob("*.engine"))
+    empty = [path.name for path in engines if path.stat().st_size == 0]
+    if empty:
+        raise CheckpointError(
+            "an engine file is empty", found=f"{', '.join(empty)}: 0 bytes", where=folder, next_step="build again"
+        )
+    found = {path.name: digest_file(path) for path in engines}
+    if not isinstance(record, dict) or found != record.get("engine"):
+        recorded = record.get("engine", {}) if isinstance(record, dict) else {}
         raise CheckpointError(
             "the engine files are not the ones the record is about",
-            expected=", ".join(record.get("engine", {})),
+            expected=", ".join(recorded),
             found=", ".join(found) or "none",
             where=folder,
             next_step="build again, or remove the record",
         )
     return record
+
+
+def require_same_port(
+    record: Mapping[str, Any],
+    *,
+    choices: Sequence[Sequence[int]],
+    checkpoint_dir: Path,
+    release: str | None = None,
+    card: Mapping[str, str] | None = None,
+    where: Path | None = None,
+) -> None:
+    """Refuse to use an engine with another tree, checkpoint, release or card than it was built for.
+
+    Args:
+        record: from `read_record`.
+        choices: the tree that will be used.
+        checkpoint_dir: the run's checkpoint.
+        release: the release that will run it; None leaves it out.
+        card: name and compute_capability of this machine's card; None leaves it out.
+        where: the engine's folder, for the message.
+
+    Raises:
+        CheckpointError: names what differs.
+    """
+    pairs = {
+        "tree": ([list(path) for path in choices], record.get("medusa_choices")),
+        "checkpoint": (digest_checkpoint(checkpoint_dir), record.get("checkpoint")),
+    }
+    if release is not None:
+        pairs["release of TensorRT-LLM"] = (release, record.get("release"))
+    recorded_card = record.get("card")
+    if card is not None and recorded_card is not None:
+        pairs["card"] = (card["compute_capability"], recorded_card.get("compute_capability"))
+    for name, (expected, found) in pairs.items():
+        if expected != found:
+            raise CheckpointError(
+                f"the engine was built for another {name}",
+                expected=str(expected)[:120],
+                found=str(found)[:120],
+                where=where,
+                next_step="build again for this port: porting-kit build",
+            )

@@ -50,11 +50,13 @@ class EngineEnvironment:
         program: path of trtllm-build, None when there is none.
         release: installed release of tensorrt_llm, None when this Python has none.
         gpus: names of the cards.
+        card: name and compute_capability of the first card, None when the driver does not say.
     """
 
     program: str | None
     release: str | None
     gpus: tuple[str, ...]
+    card: dict[str, str] | None = None
 
     @property
     def missing(self) -> str | None:
@@ -104,7 +106,7 @@ def find_environment() -> EngineEnvironment:
         release = metadata.version("tensorrt_llm")
     except metadata.PackageNotFoundError:
         release = None
-    return EngineEnvironment(shutil.which("trtllm-build"), release, _list_gpus())
+    return EngineEnvironment(shutil.which("trtllm-build"), release, _list_gpus(), _describe_card())
 
 
 def _list_gpus() -> tuple[str, ...]:
@@ -116,6 +118,22 @@ def _list_gpus() -> tuple[str, ...]:
     except (OSError, subprocess.TimeoutExpired):
         return ()
     return tuple(line.strip() for line in listing.stdout.splitlines() if line.startswith("GPU "))
+
+
+def _describe_card() -> dict[str, str] | None:
+    """Name and compute capability of the first card, as the driver states them."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    try:
+        listing = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    name, comma, capability = listing.stdout.partition("\n")[0].rpartition(",")
+    return (
+        {"name": name.strip(), "compute_capability": capability.strip()} if comma and not listing.returncode else None
+    )
 
 
 def run_command(

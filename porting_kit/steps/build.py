@@ -1,7 +1,8 @@
 """The build step: the exact `trtllm-build` command line for the port's release, and the engine where one can be built.
 
 Without tensorrt_llm or a GPU the plan is the product and the verdict is "not run": that is not a pass of the engine.
-Paths in the written plan are relative to the run folder, which is what travels to the build machine.
+Paths in the written plan are relative to the run folder, which is what travels to the build machine; with it go the
+capture script, which runs the engine there on the port's prompts, and the command for upstream's own run script.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from porting_kit.engine.capture_kit import SCRIPT_NAME, write_script
 from porting_kit.engine.command import CommandPlan
 from porting_kit.engine.plan import plan_build
 from porting_kit.engine.record import write_record
 from porting_kit.engine.run import CommandRun, find_environment, run_command
+from porting_kit.engine.run_script import write_prompt_file
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.run_folder import write_json, write_text
 from porting_kit.steps.context import PortRun, finish_step, running_step
@@ -25,15 +28,26 @@ from porting_kit.steps.prerequisites import require_steps
 ENGINE = "trtllm"
 PLAN_FILE = "build_plan.json"
 SCRIPT_FILE = "build.sh"
+RUN_FILE = "run.sh"
+PROMPTS_FILE = "prompts.csv"
+WRITTEN = (PLAN_FILE, SCRIPT_FILE, SCRIPT_NAME, RUN_FILE, PROMPTS_FILE)
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What the build step made: always a plan, and how its execution went where it was executed."""
+    """What the build step made: always a plan, and how its execution went where it was executed.
+
+    Args:
+        outcome: the step's outcome.
+        plan: the build's command, paths in the run folder.
+        run: how it went; None when nothing was to be run.
+        run_plan: the command for TensorRT-LLM's own run script on the port's prompts.
+    """
 
     outcome: StepOutcome
     plan: CommandPlan
     run: CommandRun | None
+    run_plan: CommandPlan | None = None
 
     def document(self) -> dict[str, Any]:
         """The `--json` document, with the plan."""
@@ -41,7 +55,12 @@ class BuildResult:
 
 
 def build_port(
-    run: PortRun, *, plan_only: bool = False, on_phase: Callable[[str, float], None] | None = None
+    run: PortRun,
+    *,
+    plan_only: bool = False,
+    on_phase: Callable[[str, float], None] | None = None,
+    time_limit_seconds: float | None = None,
+    keep_logits: bool = False,
 ) -> BuildResult:
     """Plan the build of the run's checkpoint, and execute it where tensorrt_llm and a GPU are.
 
@@ -49,6 +68,8 @@ def build_port(
         run: the run; patch and convert must have finished in it.
         plan_only: write the plan and run nothing; the verdict is then that of the plan.
         on_phase: called with each phase of the build and the seconds since its start.
+        time_limit_seconds: the build is stopped after this time; no limit when None.
+        keep_logits: the engine keeps the logits of accepted tokens, so that its arithmetic can be compared.
 
     Raises:
         RunFolderError: a step before is missing or stale.
@@ -56,16 +77,17 @@ def build_port(
     """
     require_steps(run, "patch", "convert")
     with running_step(run, "build") as watch:
-        plan, basis = plan_port(run, run.folder.root)
-        portable, _ = plan_port(run, Path())
+        plan, basis = plan_port(run, run.folder.root, keep_logits)
+        portable, _ = plan_port(run, Path(), keep_logits)
         write_json(run.folder.engine / PLAN_FILE, portable.as_dict())
-        write_text(run.folder.engine / SCRIPT_FILE, _as_script(portable))
-        executed = None if plan_only else _execute(run, plan, on_phase)
-        outcome = _judge(plan, basis, executed)
-        return BuildResult(finish_step(run, outcome, watch), portable, executed)
+        write_text(run.folder.engine / SCRIPT_FILE, _as_script(portable, record=True))
+        run_plan, remarks = _write_capture_kit(run, portable)
+        executed = None if plan_only else _execute(run, plan, on_phase, time_limit_seconds)
+        outcome = _judge(plan, basis, executed, remarks)
+        return BuildResult(finish_step(run, outcome, watch), portable, executed, run_plan)
 
 
-def plan_port(run: PortRun, root: Path) -> tuple[CommandPlan, str]:
+def plan_port(run: PortRun, root: Path, keep_logits: bool = False) -> tuple[CommandPlan, str]:
     """The build command with paths under `root`, and how its release was settled."""
     from porting_kit.architectures.base_config import read_base_config
     from porting_kit.releases.pinning import pin_release
@@ -94,34 +116,67 @@ def plan_port(run: PortRun, root: Path) -> tuple[CommandPlan, str]:
         module_file=root / module,
         class_name=patch.figures["class_name"],
         tree=source_tree if source_tree.release == release else None,
+        gather_generation_logits=keep_logits,
     )
     return plan, basis
 
 
-def _execute(run: PortRun, plan: CommandPlan, on_phase: Callable[[str, float], None] | None) -> CommandRun:
+def _write_capture_kit(run: PortRun, plan: CommandPlan) -> tuple[CommandPlan, tuple[str, ...]]:
+    """The capture script, and the same prompts with the command for upstream's run script."""
+    from porting_kit.steps.capture_request import make_capture_request, plan_run_script
+    from porting_kit.steps.preflight import open_port_tree
+
+    wanted = make_capture_request(run, plan.release)
+    write_script(run.folder.engine / SCRIPT_NAME, wanted.request)
+    write_prompt_file(run.folder.engine / PROMPTS_FILE, wanted.request["prompts"])
+    tree = open_port_tree(run.port)
+    run_plan = plan_run_script(
+        wanted.request, tree if tree.release == plan.release else None, tokenizer_dir=Path("tokenizer")
+    )
+    note = "# The base's own folder stands at `tokenizer`: run.py loads a tokenizer even for prompts of token ids.\n"
+    write_text(run.folder.engine / RUN_FILE, _as_script(run_plan, note))
+    return run_plan, (*wanted.remarks, *run_plan.remarks)
+
+
+def _execute(
+    run: PortRun,
+    plan: CommandPlan,
+    on_phase: Callable[[str, float], None] | None,
+    time_limit_seconds: float | None,
+) -> CommandRun:
     folder = run.folder.engine / ENGINE
+    environment = find_environment()
+    ranks = run.port.target.tp_size * run.port.target.pp_size
     executed = run_command(
         plan,
         log_file=run.folder.engine / "build.log",
-        expected_files=(folder / "config.json", folder / "rank0.engine"),
+        expected_files=(folder / "config.json", *(folder / f"rank{rank}.engine" for rank in range(ranks))),
+        time_limit_seconds=time_limit_seconds,
         on_phase=on_phase,
-        environment=find_environment(),
+        environment=environment,
     )
     if executed.verdict is Verdict.PASS:
         choices = json.loads((run.folder.checkpoint / TREE_FILE).read_text(encoding="utf-8"))
-        write_record(folder, plan=plan, choices=choices, checkpoint_dir=run.folder.checkpoint, seconds=executed.seconds)
+        write_record(
+            folder,
+            plan=plan,
+            choices=choices,
+            checkpoint_dir=run.folder.checkpoint,
+            seconds=executed.seconds,
+            card=environment.card,
+        )
     return executed
 
 
-def _judge(plan: CommandPlan, basis: str, executed: CommandRun | None) -> StepOutcome:
+def _judge(plan: CommandPlan, basis: str, executed: CommandRun | None, remarks: tuple[str, ...]) -> StepOutcome:
     figures: dict[str, Any] = {
         "release": plan.release,
         "release_basis": basis,
         "checked_against": plan.checked_against,
         "flags": len(plan.flags),
-        "remarks": list(plan.remarks),
+        "remarks": [*plan.remarks, *remarks],
     }
-    products = (f"engine/{PLAN_FILE}", f"engine/{SCRIPT_FILE}")
+    products = tuple(f"engine/{name}" for name in WRITTEN)
     if executed is None:
         summary = f"plan for TensorRT-LLM {plan.release} written, nothing run"
         return StepOutcome("build", Verdict.PASS, summary, figures=figures | {"plan_only": True}, products=products)
@@ -142,15 +197,16 @@ def _judge(plan: CommandPlan, basis: str, executed: CommandRun | None) -> StepOu
     )
 
 
-def _as_script(plan: CommandPlan) -> str:
+def _as_script(plan: CommandPlan, note: str = "", *, record: bool = False) -> str:
     header = "#!/bin/sh\n# Run this where TensorRT-LLM is; the run folder travels as a whole.\nset -e\n"
-    return f'{header}cd "$(dirname "$0")/.."\n{plan.shell}'
+    tail = f"python3 engine/{SCRIPT_NAME} record\n" if record else ""
+    return f'{header}{note}cd "$(dirname "$0")/.."\n{plan.shell}{tail}'
 
 
 def format_build(result: BuildResult) -> str:
     """The command with the reason of each flag, and a closing line, for a terminal."""
     lines = [result.plan.shell]
     lines += [f"  --{flag.name}: {flag.reason}" for flag in result.plan.flags]
-    lines += [f"remark: {remark}" for remark in result.plan.remarks]
+    lines += [f"remark: {remark}" for remark in result.outcome.figures["remarks"]]
     lines.append(f"build: {result.outcome.verdict.value} - {result.outcome.summary}")
     return "\n".join(lines)

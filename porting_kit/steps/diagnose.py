@@ -1,7 +1,7 @@
 """Diagnose what an engine produced: which fault of the port explains these tokens?
 
 The healthy port runs in the emulator under each hypothesis, made to say what was observed. The observation comes from
-files of TensorRT-LLM's own run script, or of this project's emulator in the same format.
+the capture script's file, from files of TensorRT-LLM's own run script, or of this project's emulator in that format.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from porting_kit.diagnosis import Diagnosis, name_cause, observe
+from porting_kit.engine.captured_runs import is_capture_file, read_capture_file
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.run_folder import write_json
 from porting_kit.steps.alignment_session import AlignmentSession
+from porting_kit.steps.captured_alignment import align_capture
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.prerequisites import require_steps
 
@@ -40,7 +42,8 @@ def diagnose_port(run: PortRun, observed: Path, logits: Path | None = None) -> D
 
     Args:
         run: the port; patch and convert are run when they have not been.
-        observed: `--output_npy` or `--output_csv` of the run script, on the port's own prompts.
+        observed: the capture script's file, or `--output_npy` or `--output_csv` of the run script, on the port's own
+            prompts.
         logits: `--output_logits_npy`, which tells more faults apart.
 
     Raises:
@@ -50,10 +53,12 @@ def diagnose_port(run: PortRun, observed: Path, logits: Path | None = None) -> D
     require_steps(run, "patch", "convert")
     watch = Stopwatch()
     session = AlignmentSession(run)
-    sequences = session.read_captured(observed, logits)
-    judged = session.align_captured(sequences)
-    observation = observe(judged)
-    if logits is not None:
+    if is_capture_file(observed):
+        observation = observe(align_capture(session, read_capture_file(observed)))
+    else:
+        sequences = session.read_captured(observed, logits)
+        observation = observe(session.align_captured(sequences))
+    if logits is not None and not is_capture_file(observed):
         vocab_size = session.reference.vocab_size
         rows = tuple(torch.from_numpy(sequence.logits[:, :vocab_size]) for sequence in sequences)
         observation = replace(observation, logits=rows)

@@ -117,6 +117,7 @@ def test_folders_that_are_no_engines_are_refused(tmp_path, content, words):
 def recorded(tmp_path):
     folder = write_engine(tmp_path / "engine")
     (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "config.json").write_text("{}")
     plan = CommandPlan(("trtllm-build",), "0.11.0", (PlannedFlag("max_draft_len", "63", "tree"),), "a test")
     write_record(folder, plan=plan, choices=CHOICES, checkpoint_dir=tmp_path / "checkpoint", seconds=12.34)
     return folder
