@@ -36,7 +36,9 @@ def find_page_problems(text: str) -> list[str]:
         if language == "python":
             problems += find_import_problems(block)
     links = re.findall(r"\]\(\.\./([^)]+)\)", text)
-    problems += [f"no file {link}" for link in links if not (ROOT / "notebooks" / link).is_file()]
+    # The site puts its own pages beside the notebooks.
+    folders = (ROOT / "notebooks", ROOT / "notebooks" / "site")
+    problems += [f"no file {link}" for link in links if not any((folder / link).is_file() for folder in folders)]
     return problems
 
 
@@ -118,3 +120,41 @@ def test_the_worked_step_is_what_the_code_does():
 )
 def test_a_slip_in_the_worked_step_is_found(right, wrong, problem):
     assert problem in find_step_problems(CONCEPTS.replace(right, wrong))
+
+
+DEFAULT_WORDS = {"heads.use": "all", "alignment.batch_sizes": "chosen", "alignment.near_tie_tolerance": "measured"}
+SHORT_FORMS = {"target.sm", "target.tp", "target.pp"}
+
+
+def find_field_problems(page: str) -> list[str]:
+    """Fields of the port file that the reference lacks, has too much, or gives another default."""
+    stated = dict(re.findall(r"^\| `([\w.]+)` \| (.*?) \|", page, re.MULTILINE))
+    port = make_port({"name": "a", "base": "b", "heads": "c"}, folder=ROOT)
+    names = set(known_field_names()) - SHORT_FORMS
+    leaves = {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
+    expected = {}
+    for name in leaves:
+        section, _, field = name.rpartition(".")
+        value = getattr(getattr(port, section) if section else port, field)
+        word = DEFAULT_WORDS.get(name, "none") if value is None else f"`{value}`"
+        expected[name] = "required" if name in ("name", "base", "heads.path") else word
+    return sorted(name for name in {*stated, *expected} if stated.get(name) != expected.get(name))
+
+
+FIELDS = (ROOT / "notebooks" / "site" / "port-file.md").read_text(encoding="utf-8")
+
+
+def test_the_reference_names_every_field_with_its_default():
+    assert find_field_problems(FIELDS) == []
+    assert all(f"`{name}`" in FIELDS for name in SHORT_FORMS)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "problems"),
+    [
+        ("| `heads.use` |", "| `heads.used` |", ["heads.use", "heads.used"]),
+        ("| `fit` | `off` |", "| `fit` | `auto` |", ["fit"]),
+    ],
+)
+def test_a_field_that_is_wrong_in_the_reference_is_found(right, wrong, problems):
+    assert find_field_problems(FIELDS.replace(right, wrong)) == problems
