@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from porting_kit.alignment.fit import ContextOracle
 from porting_kit.alignment.head_oracle import ReferenceHeads, read_reference_heads
 from porting_kit.alignment.layers import compare_layers, pair_modules
 from porting_kit.alignment.reference import Reference, load_reference, resolve_dtype
@@ -36,11 +37,13 @@ from porting_kit.engine.captured import (
     read_captured_tokens,
     write_captured_tokens,
 )
+from porting_kit.engine.captured_runs import is_capture_file, read_capture_file
 from porting_kit.kernel_fit.fit import CONFIG_KEY
 from porting_kit.medusa.tree import MedusaTree, read_tree
 from porting_kit.outcomes import Coverage, Verdict
 from porting_kit.releases.kernels import KernelProfile, kernel_profile
 from porting_kit.source_tree import SourceTree
+from porting_kit.steps.captured_alignment import align_capture
 from porting_kit.steps.context import PortRun
 from porting_kit.steps.convert import TREE_FILE
 from porting_kit.steps.preflight import (
@@ -211,13 +214,21 @@ class AlignmentSession:
         return read_captured_logits(logits_file, sequences, vocab_size=vocab_size)
 
     def align_captured(self, sequences: Sequence[CapturedSequence] | None = None) -> AlignmentResult:
-        """Align what an engine answered; the file that the port names when None."""
+        """Align what an engine answered; the file that the port names (the capture script's or run.py's) when None."""
         port = self.run.port
         if sequences is None:
-            sequences = self.read_captured(port.resolve_path(port.alignment.captured))
+            file = port.resolve_path(port.alignment.captured)
+            if is_capture_file(file):
+                return align_capture(self, read_capture_file(file))
+            sequences = self.read_captured(file)
         emitted = [list(sequence.tokens) for sequence in sequences]
         return align_captured_outputs(
-            self.reference, self.prompts, emitted, resolve_dtype(port.dtype), options=self.options
+            self.reference,
+            self.prompts,
+            emitted,
+            resolve_dtype(port.dtype),
+            fitted=ContextOracle(self.model) if self.approximate_fit_notes else None,
+            options=self.options,
         )
 
     def explain(self, result: AlignmentResult) -> AlignmentResult:
