@@ -55,6 +55,20 @@ class KVCache:
             tensor = self._layers[index] = torch.zeros(shape, dtype=dtype, device=self.device)
         return tensor
 
+    @property
+    def layer_indices(self) -> list[int]:
+        """Indices of the layers that have been written."""
+        return sorted(self._layers)
+
+    @property
+    def layers(self) -> list[torch.Tensor]:
+        """The tensors of those layers."""
+        return [self._layers[index] for index in self.layer_indices]
+
+    def hold(self, layers: dict[int, torch.Tensor]) -> None:
+        """Use these tensors as the layers."""
+        self._layers = layers
+
     def window(self, layer: int) -> int | None:
         """Tokens a query of this layer may see, itself included; None for all."""
         window = self.attention_window

@@ -12,6 +12,7 @@ import torch
 from porting_kit.emulator.attention_step import AttentionStep
 from porting_kit.emulator.cache import KVCache
 from porting_kit.emulator.collectives import broadcast_output
+from porting_kit.emulator.decoder import Decoder, Decoders
 from porting_kit.emulator.model_inputs import ModelInputs, find_position_ids
 from porting_kit.emulator.model_output import ModelOutput
 from porting_kit.emulator.namespace import Namespace
@@ -53,6 +54,7 @@ class EmulatedModel:
         self.vocab_size_padded = -(-int(config["vocab_size"]) // tp_size) * tp_size
         self.num_local_layers = int(config["num_hidden_layers"]) // self.mapping.pp_size
         self.inputs = ModelInputs(namespace, self.num_local_layers)
+        self.decoders = Decoders()
         self.replays = Replays(is_enabled=device.type == "cuda" and self.mapping.world_size == 1)
 
     def new_cache(
@@ -221,6 +223,24 @@ class EmulatedModel:
         """One forward of the tree's model over packed tokens."""
         positions = find_position_ids(step, position_offsets)
         return self.run_step(step, ids, positions, last_token_ids, spec)
+
+    def open_decoder(
+        self,
+        batch_size: int,
+        capacity_tokens: int,
+        position_offsets: torch.Tensor | None = None,
+        packed_mask: torch.Tensor | None = None,
+    ) -> Decoder | None:
+        """Whole decode steps of one shape without the model's Python; None where steps have to run eagerly."""
+        return self.decoders.open(self, batch_size, capacity_tokens, position_offsets, packed_mask)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Let single modules be called outside a step."""
+        network = self._namespace.network
+        network.device = self.device
+        with torch.no_grad(), network.run(AttentionStep(cache=self.new_cache(1, 1))):
+            yield
 
     def run_step(
         self,

@@ -145,6 +145,12 @@ def find_running_device() -> torch.device:
     return torch.device("cpu") if network is None else network.device
 
 
+def is_recording() -> bool:
+    """Whether the step in progress is being written down, so that no value may be read back."""
+    network = getattr(_RUNNING, "network", None)
+    return network is not None and network.step is not None and network.step.is_recorded
+
+
 @contextlib.contextmanager
 def net_guard(network: Any) -> Iterator[Any]:
     """network.net_guard of TensorRT-LLM: there is only the namespace's own network to guard."""

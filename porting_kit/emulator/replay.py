@@ -160,6 +160,11 @@ class Replays:
         """Count reasons to run eagerly: +1 when modules start being recorded, -1 when they stop."""
         self._suspended += change
 
+    @property
+    def is_suspended(self) -> bool:
+        """Whether modules are being recorded."""
+        return self._suspended > 0
+
     def run(
         self,
         model: EmulatedModel,

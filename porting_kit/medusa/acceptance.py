@@ -73,7 +73,7 @@ def _first_longest(confirmed: torch.Tensor) -> torch.Tensor:
 
 
 def cut_at_end(
-    tokens: torch.Tensor, lengths: torch.Tensor, end_ids: Sequence[int], budget: torch.Tensor
+    tokens: torch.Tensor, lengths: torch.Tensor, end_ids: Sequence[int] | torch.Tensor, budget: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shorten accepted runs at the first end token (kept) and at the tokens still wanted.
 
@@ -87,7 +87,8 @@ def cut_at_end(
         The shortened lengths, int64 [B], and bool [B]: the request has ended.
     """
     width = tokens.shape[1]
-    ends = torch.isin(tokens, torch.tensor(list(end_ids), dtype=tokens.dtype, device=tokens.device))
+    end_tokens = torch.as_tensor(end_ids, dtype=tokens.dtype, device=tokens.device)
+    ends = (tokens.unsqueeze(-1) == end_tokens).any(-1)
     ends &= torch.arange(width, device=tokens.device) < lengths[:, None]
     first_end = torch.where(ends.any(1), ends.int().argmax(1) + 1, width + 1)
     shortened = torch.minimum(torch.minimum(lengths, first_end), budget)

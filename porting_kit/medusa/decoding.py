@@ -17,6 +17,7 @@ import torch
 
 from porting_kit.errors import EmulatorError
 from porting_kit.medusa.acceptance import PADDING, Acceptance, accept_greedy, cut_at_end, draft_tokens, top_tokens
+from porting_kit.medusa.fused_loop import MAX_END_IDS, decode_fused
 from porting_kit.medusa.generation import Generation, StepLog
 from porting_kit.medusa.tree import MedusaTree
 from porting_kit.medusa.tree_limits import MAX_DRAFT_NODES
@@ -178,6 +179,10 @@ def _decode(
     prompts = _checked_prompts(prompts, chooser.longest, getattr(model, "device", None))
     vocab_size = model.config["vocab_size"]
     longest = max(len(prompt) for prompt in prompts) + chooser.longest
+    if isinstance(chooser, _Greedy) and not keep_margins and not keep_logits:
+        fused = _decode_fused(model, tree, prompts, longest, chooser)
+        if fused is not None:
+            return fused
     # A last step may confirm more than was wanted, and an idle request still takes part in the steps of the others.
     cache = model.new_cache(len(prompts), longest + tree.depth + tree.num_nodes)
     log = StepLog(len(prompts), tree.depth + 1, vocab_size, keep_margins=keep_margins, keep_logits=keep_logits)
@@ -212,6 +217,23 @@ def _decode(
         accepted = accept_greedy(nodes, chooser.choose(logits, vocab_size, requests, emitted, depths), tree)
         cache.keep(accepted.rows.masked_fill(~running[:, None], PADDING))
         medusa_logits = _at_rows(output.medusa_logits, accepted.last_rows)
+
+
+def _decode_fused(
+    model: DecodableModel, tree: MedusaTree, prompts: list[torch.Tensor], longest: int, chooser: _Greedy
+) -> Generation | None:
+    """The same with whole steps, where the model has them; None where the plain loop has to run."""
+    if not hasattr(model, "open_decoder") or len(chooser.end_ids) > MAX_END_IDS:
+        return None
+    inputs = (tree.position_offsets, tree.packed_mask) if tree.num_drafts else (None, None)
+    decoder = model.open_decoder(len(prompts), longest + tree.depth + tree.num_nodes, *inputs)
+    if decoder is None:
+        return None
+    try:
+        return decode_fused(model, decoder, tree, prompts, chooser.longest, chooser.end_ids)
+    except RuntimeError as reason:
+        model.decoders.give_up(decoder, reason)
+        return None
 
 
 def _check_heads(model: DecodableModel, tree: MedusaTree) -> None:

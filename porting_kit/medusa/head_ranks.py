@@ -8,18 +8,18 @@ the steps over the stored continuations, without decoding again.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from porting_kit.errors import TreeError
 from porting_kit.medusa.heads import MedusaHeads
 from porting_kit.medusa.self_distillation import IGNORED, Continuations
 
 UNKNOWN_RANK = -1
 CHUNK_POSITIONS = 4096
+PATH_BASE = 16
+"""Ranks of a tree lie below this (tree_limits.MAX_RANK), so that a path is a number in this base."""
 
 
 @dataclass(frozen=True)
@@ -67,52 +67,72 @@ def measure_accuracy(ranks: torch.Tensor) -> tuple[HeadAccuracy, ...]:
     return tuple(figures)
 
 
-def choose_paths(ranks: torch.Tensor, *, num_nodes: int, max_rank: int = 10) -> tuple[tuple[int, ...], ...]:
-    """The Medusa choices that are accepted most often.
+def encode_paths(ranks: torch.Tensor) -> torch.Tensor:
+    """One number per row of ranks [..., d], each rank below 16: paths compare as numbers."""
+    places = torch.tensor([PATH_BASE**place for place in reversed(range(ranks.shape[-1]))], device=ranks.device)
+    return (ranks * places).sum(-1)
 
-    A node is worth how often its whole path agrees with the base. A child's count never exceeds its parent's, so the
-    most frequent paths always hang together as a tree, and no other tree of their number is worth more per position.
+
+@dataclass(frozen=True)
+class ReplayedSteps:
+    """What decoding with a tree does, replayed over stored continuations.
+
+    Args:
+        tokens: tokens emitted by the steps.
+        steps: how many steps.
+        accepted_by_depth: share of steps that accept at least 1, 2, ... drafts.
+        node_shares: path -> share of steps that accept the node.
+    """
+
+    tokens: int
+    steps: int
+    accepted_by_depth: tuple[float, ...]
+    node_shares: dict[tuple[int, ...], float]
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens of a step, the base's own token included."""
+        return self.tokens / max(1, self.steps)
+
+
+def replay_tree(ranks: torch.Tensor, paths: Sequence[Sequence[int]]) -> ReplayedSteps:
+    """Decode with a tree over stored continuations: exactly the steps that decoding takes, without the model.
 
     Args:
         ranks: [rows, C - 1, M].
-        num_nodes: N, the root included.
-        max_rank: ranks from here on are not considered.
+        paths: the tree's nodes without the root, closed under prefixes, ranks below 16.
 
     Returns:
-        N - 1 paths or fewer, shorter ones first.
+        the steps. With no draft ever accepted a step gives one token.
     """
-    if num_nodes < 2:
-        raise TreeError("a tree needs a node besides its root", expected="at least 2 nodes", found=num_nodes)
-    counts: Counter[tuple[int, ...]] = Counter()
-    for row in ranks.flatten(0, 1).tolist():
-        for depth, rank in enumerate(row, start=1):
-            if not 0 <= rank < max_rank:
-                break
-            counts[tuple(row[:depth])] += 1
-    # of equal counts the shorter path comes first, so that no child comes before its parent
-    best = sorted(counts, key=lambda path: (-counts[path], len(path), path))[: num_nodes - 1]
-    return tuple(sorted(best, key=lambda path: (len(path), path)))
+    lengths = torch.zeros(ranks.shape[:2], dtype=torch.long)
+    going = torch.ones_like(lengths, dtype=torch.bool)
+    for depth in range(1, min(ranks.shape[-1], max(map(len, paths))) + 1):
+        nodes = torch.tensor([list(path) for path in paths if len(path) == depth])
+        prefix = ranks[..., :depth]
+        going &= ((prefix >= 0) & (prefix < PATH_BASE)).all(-1)
+        going &= torch.isin(encode_paths(prefix), encode_paths(nodes))
+        lengths += going
+    known = torch.cat([ranks[..., 0] != UNKNOWN_RANK, torch.zeros(len(ranks), 1, dtype=torch.bool)], dim=1)
+    rows, position = torch.arange(len(ranks)), torch.zeros(len(ranks), dtype=torch.long)
+    visited = torch.zeros_like(lengths, dtype=torch.bool)
+    while bool((running := known[rows, position]).any()):
+        rows, position = rows[running], position[running]
+        visited[rows, position] = True
+        position = (position + lengths[rows, position] + 1).clamp(max=ranks.shape[1])
+    accepted, stepped = lengths[visited], ranks[visited]
+    steps = len(accepted)
+    counts = {
+        tuple(path): int(((stepped[:, : len(path)] == torch.tensor(path)).all(-1)).sum()) for path in map(list, paths)
+    }
+    return ReplayedSteps(
+        tokens=int(accepted.sum()) + steps,
+        steps=steps,
+        accepted_by_depth=tuple(float((accepted >= d).double().mean()) for d in range(1, 1 + max(map(len, paths)))),
+        node_shares={path: count / max(1, steps) for path, count in counts.items()},
+    )
 
 
 def replay_steps(ranks: torch.Tensor, paths: Sequence[Sequence[int]]) -> float:
-    """Mean tokens that one Medusa step gives, the base's own token included, replayed over stored continuations.
-
-    Args:
-        ranks: [rows, C - 1, M].
-        paths: Medusa choices.
-
-    Returns:
-        tokens per step; 1.0 when no draft is ever accepted.
-    """
-    nodes = {tuple(path) for path in paths}
-    tokens = steps = 0
-    for row in ranks.tolist():
-        position = 0
-        while position < len(row) and row[position][0] != UNKNOWN_RANK:
-            accepted = 0
-            while accepted < len(row[position]) and tuple(row[position][: accepted + 1]) in nodes:
-                accepted += 1
-            tokens += accepted + 1
-            steps += 1
-            position += accepted + 1
-    return tokens / max(1, steps)
+    """Tokens per step of `replay_tree`."""
+    return replay_tree(ranks, paths).tokens_per_step

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from porting_kit.errors import HeadsError
-from porting_kit.medusa.head_ranks import HeadAccuracy, choose_paths, measure_accuracy, measure_ranks, replay_steps
+from porting_kit.medusa.head_ranks import HeadAccuracy, measure_accuracy, measure_ranks, replay_steps
 from porting_kit.medusa.heads import MedusaHeads, save_heads
 from porting_kit.medusa.self_distillation import (
     Continuations,
@@ -30,6 +30,7 @@ from porting_kit.medusa.self_distillation import (
     cut_prompts,
 )
 from porting_kit.medusa.training_run import Report, TrainingRun, TrainingSettings, held_out_loss
+from porting_kit.medusa.tree_choice import choose_paths
 
 
 @dataclass(frozen=True)

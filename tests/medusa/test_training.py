@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM
 
 from porting_kit.errors import BaseModelError, HeadsError, TreeError
-from porting_kit.medusa.head_ranks import UNKNOWN_RANK, choose_paths, measure_accuracy, measure_ranks, replay_steps
+from porting_kit.medusa.head_ranks import UNKNOWN_RANK, measure_accuracy, measure_ranks, replay_steps
 from porting_kit.medusa.heads import HEADS_FILE, load_heads
 from porting_kit.medusa.self_distillation import IGNORED, Continuations, Frame, continue_greedily, cut_prompts
 from porting_kit.medusa.training import (
@@ -22,6 +22,7 @@ from porting_kit.medusa.training import (
     train_on_continuations,
     write_trained_heads,
 )
+from porting_kit.medusa.tree_choice import choose_paths
 
 DEMO = Path(__file__).parents[2] / "notebooks" / "ports" / "bloom-mini"
 SMALL = TrainingSettings(

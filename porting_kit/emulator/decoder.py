@@ -1,0 +1,192 @@
+"""A cache and the step programs over it: what a decode loop needs to run whole steps without a model's Python.
+
+Decoders are kept by the model and used again, because writing a program down takes as long as dozens of steps. A
+program is compared with an eager step before it is used; a model that cannot be written down, or whose program
+differs, is decoded eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from porting_kit.emulator.cache import KVCache
+from porting_kit.emulator.program import HeadProgram, StepProgram
+from porting_kit.emulator.replay import BUCKET_TOKENS
+
+if TYPE_CHECKING:
+    from porting_kit.emulator.model import EmulatedModel
+
+KEPT_DECODERS = 2
+"""Decoders a model keeps; each holds a cache, and on a CPU laid-out weights."""
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+_LOG = logging.getLogger(__name__)
+
+
+class Decoder:
+    """Decode steps of one shape.
+
+    Args:
+        model: the model.
+        batch_size: B.
+        capacity_tokens: tokens a request may hold; rounded up, so that requests of like length share a decoder.
+        position_offsets: int32 [N] of the tree; None without one (N = 1).
+        packed_mask: int32 [N, W]; None without a tree.
+
+    Attributes:
+        cache: to be filled by `model.prefill`.
+        memo: for the caller: what it wants to find again with the decoder.
+    """
+
+    def __init__(
+        self,
+        model: EmulatedModel,
+        batch_size: int,
+        capacity_tokens: int,
+        position_offsets: torch.Tensor | None,
+        packed_mask: torch.Tensor | None,
+    ) -> None:
+        self._model, self._offsets, self._words = model, position_offsets, packed_mask
+        self.nodes = 1 if position_offsets is None else len(position_offsets)
+        self.cache: KVCache = model.new_cache(batch_size, capacity_tokens)
+        self.memo: dict[str, Any] = {}
+        self._programs: dict[int, StepProgram] = {}
+        self._heads: HeadProgram | None = None
+        self._is_checked = False
+
+    def end_for(self, past_tokens: int) -> int:
+        """The cache rows that a step attends to when the longest request has `past_tokens`."""
+        return min(self.cache.capacity, -(-(past_tokens + self.nodes) // BUCKET_TOKENS) * BUCKET_TOKENS)
+
+    def check(self, ids: torch.Tensor) -> None:
+        """Compare the program with an eager step on these ids [B, N]; nothing is kept of either.
+
+        Raises:
+            RuntimeError: they differ, or the step cannot be written down.
+        """
+        if self._is_checked:
+            return
+        cache, model = self.cache, self._model
+        expected = model.decode(ids.cpu(), cache, position_offsets=self._offsets, packed_mask=self._words)
+        cache.rewind(cache.lengths)
+        pasts = cache.lengths.to(model.device).unsqueeze(1)
+        logits, hidden = self.step(ids, pasts, self.end_for(int(cache.lengths.max())))
+        found = [(logits, expected.logits)]
+        if model.num_medusa_heads and self.nodes > 1:
+            found.append((self.heads(hidden[:, -1]), expected.medusa_logits[:, :, -1]))
+        for ours, eager in found:
+            scale = float(eager.abs().max()) + 1e-6
+            if not float((ours - eager).abs().max()) <= _TOLERANCES[model.dtype] * scale:
+                raise RuntimeError(f"the program differs from the eager step: {float((ours - eager).abs().max())}")
+        self._is_checked = True
+
+    def step(self, ids: torch.Tensor, pasts: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step of all requests.
+
+        Args:
+            ids: int64 [B, N].
+            pasts: int64 [B, 1], on the model's device.
+            end: cache rows to attend to, of `end_for`.
+
+        Returns:
+            logits [B, N, Vp] and hidden states [B, N, E].
+        """
+        if end not in self._programs:
+            self._programs[end] = StepProgram(self._model, self.cache, self.nodes, end, self._offsets, self._words)
+        return self._programs[end](ids, pasts, self.cache.layers)
+
+    def heads(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of all heads at one node a request: [B, E] to [M, B, Vp]."""
+        if self._heads is None:
+            self._heads = HeadProgram(self._model, self.cache.batch_size)
+        return self._heads(hidden)
+
+    def keep(self, rows: torch.Tensor, pasts: torch.Tensor) -> None:
+        """Move the accepted rows of the last step together: past + rows[b, i] to past + i; -1 moves nothing.
+
+        Args:
+            rows: int64 [B, A], on the model's device.
+            pasts: int64 [B, 1].
+        """
+        slots = torch.arange(rows.shape[1], device=rows.device)
+        source = pasts + torch.where(rows < 0, slots, rows)
+        requests = torch.arange(len(rows), device=rows.device).unsqueeze(1)
+        for layer in self.cache.layers:
+            layer[requests, :, :, pasts + slots] = layer[requests, :, :, source]
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """A function of tensors that stay where they are, as a CUDA graph; on a CPU the function itself."""
+        if self._model.device.type != "cuda":
+            return function
+        stream = torch.cuda.Stream(self._model.device)
+        stream.wait_stream(torch.cuda.current_stream(self._model.device))
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream(self._model.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function()
+        return graph.replay
+
+
+class Decoders:
+    """The decoders that a model keeps."""
+
+    def __init__(self) -> None:
+        self.is_enabled = True
+        self._kept: OrderedDict[tuple, Decoder] = OrderedDict()
+        self._failed: set[tuple] = set()
+        self._versions: tuple[int, ...] = ()
+
+    def open(
+        self,
+        model: EmulatedModel,
+        batch_size: int,
+        capacity_tokens: int,
+        position_offsets: torch.Tensor | None,
+        packed_mask: torch.Tensor | None,
+    ) -> Decoder | None:
+        """The decoder of a shape, kept or new; None when steps of the model have to run eagerly."""
+        if not self.is_enabled or not can_write_down(model):
+            return None
+        versions = weight_versions(model)
+        if versions != self._versions:
+            # A weight was changed in place: what was computed from it once is stale.
+            self._versions = versions
+            self._kept.clear()
+        capacity = -(-capacity_tokens // BUCKET_TOKENS) * BUCKET_TOKENS
+        tree = (
+            None if packed_mask is None else (tuple(position_offsets.tolist()), tuple(packed_mask.flatten().tolist()))
+        )
+        key = (batch_size, capacity, tree)
+        if key in self._failed:
+            return None
+        if key not in self._kept:
+            self._kept[key] = Decoder(model, batch_size, capacity, position_offsets, packed_mask)
+            while len(self._kept) > KEPT_DECODERS:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def give_up(self, decoder: Decoder, reason: Exception) -> None:
+        """Forget a decoder whose program cannot be used; its shape runs eagerly from now on."""
+        _LOG.info("decode steps cannot be written down and run eagerly: %s", reason)
+        for key in [key for key, kept in self._kept.items() if kept is decoder]:
+            del self._kept[key]
+            self._failed.add(key)
+
+
+def can_write_down(model: EmulatedModel) -> bool:
+    """One rank, no module recorded, no kernel profile; on a CPU float32 or float64, whose weights are used as they are."""
+    is_plain = model.device.type == "cuda" or model.dtype in (torch.float32, torch.float64)
+    return is_plain and model.mapping.world_size == 1 and model.kernel is None and not model.replays.is_suspended
+
+
+def weight_versions(model: EmulatedModel) -> tuple[int, ...]:
+    """How often each weight was changed in place."""
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in model.named_parameters().values())

@@ -1,0 +1,116 @@
+"""Whole decode steps written down: the same generation as the plain loop, on every device; faults make them differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from porting_kit.emulator import EmulatedModel, open_emulator
+from porting_kit.emulator.program import StepProgram
+from porting_kit.medusa.decoding import generate_greedy, generate_medusa
+from porting_kit.medusa.tree import read_tree
+from porting_kit.patching import build_medusa_module
+from porting_kit.source_tree import open_source_tree
+from tests.emulator.random_checkpoint import make_checkpoint
+
+TREE = read_tree("small_3")
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+PROMPTS = [torch.arange(9), torch.arange(5), torch.arange(20) + 7]
+
+
+def build(family: str, device: str = "cpu", dtype: str = "float32") -> EmulatedModel:
+    """A random model with three heads that share the base's output matrix."""
+    source = open_source_tree("bundled")
+    emulator = open_emulator(source, device=device)
+    config, tensors = make_checkpoint(emulator, family)
+    config |= {"num_medusa_heads": 3, "num_medusa_layers": 1, "max_draft_len": 63}
+    generator = torch.Generator().manual_seed(3)
+    for head in range(3):
+        prefix = f"medusa_heads.{head}"
+        tensors[f"{prefix}.medusa_layers.0.linear.weight"] = torch.randn(128, 128, generator=generator) / 10
+        tensors[f"{prefix}.medusa_layers.0.linear.bias"] = torch.randn(128, generator=generator) / 10
+        tensors[f"{prefix}.lm_head.weight"] = tensors["lm_head.weight"]
+    module = build_medusa_module(source, config["architecture"])
+    arguments: dict[str, Any] = {"module_source": module.source, "class_name": module.class_name}
+    return emulator.build_model(config, tensors, dtype=dtype, **arguments)
+
+
+@pytest.fixture(scope="module", params=["llama", "bloom", "gptneox"])
+def model(request) -> EmulatedModel:
+    return build(request.param)
+
+
+def count_programs(model: EmulatedModel) -> int:
+    return sum(len(decoder._programs) for decoder in model.decoders._kept.values())
+
+
+def plainly(model: EmulatedModel, run, *arguments):
+    model.decoders.is_enabled = False
+    try:
+        return run(model, *arguments)
+    finally:
+        model.decoders.is_enabled = True
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama", "bloom", "gptneox"])
+def test_a_fused_generation_is_the_plain_one(family: str, device: str):
+    model = build(family, device)
+    prompts = [prompt.to(device) for prompt in PROMPTS]
+    free = plainly(model, generate_greedy, prompts, 40)
+    ends = (free.tokens[0][11], free.tokens[1][24])
+    for end_ids in ((), ends):
+        fused = generate_medusa(model, TREE, prompts, 40, end_ids)
+        plain = plainly(model, generate_medusa, TREE, prompts, 40, end_ids)
+        assert count_programs(model)
+        assert fused.tokens == plain.tokens == generate_greedy(model, prompts, 40, end_ids).tokens
+        assert fused.accepted_lengths == plain.accepted_lengths
+        assert fused.ended_by == plain.ended_by
+        for ours, theirs in zip(fused.origins, plain.origins, strict=True):
+            assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in vars(ours))
+
+
+def test_lengths_across_a_bucket_and_a_second_generation(model: EmulatedModel):
+    prompts = [torch.arange(240) % 90, torch.arange(200) % 90]
+    for _ in range(2):  # the second time the kept decoder is used, with what the first left in its cache
+        fused = generate_medusa(model, TREE, prompts, 60)
+        assert fused.tokens == plainly(model, generate_greedy, prompts, 60).tokens
+
+
+def test_a_weight_changed_in_place_counts(model: EmulatedModel):
+    before = generate_medusa(model, TREE, PROMPTS, 20).tokens
+    weight = next(tensor for name, tensor in model.named_parameters().items() if name.endswith("lm_head.weight"))
+    kept = weight.clone()
+    with torch.no_grad():
+        weight.mul_(-1)
+        changed = generate_medusa(model, TREE, PROMPTS, 20).tokens
+        assert changed == plainly(model, generate_greedy, PROMPTS, 20).tokens != before
+        weight.copy_(kept)
+
+
+def test_a_program_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch):
+    """Seeded fault: the program attends to its drafts one row off. The eager step finds it, and decoding is right."""
+    model = build("llama")
+    call = StepProgram.__call__
+    monkeypatch.setattr(StepProgram, "__call__", lambda self, ids, pasts, layers: call(self, ids, pasts + 1, layers))
+    fused = generate_medusa(model, TREE, PROMPTS, 20)
+    assert count_programs(model) == 0
+    assert fused.tokens == plainly(model, generate_greedy, PROMPTS, 20).tokens
+
+
+def test_what_must_run_eagerly_does(model: EmulatedModel):
+    inputs = (TREE.position_offsets, TREE.packed_mask)
+    assert model.open_decoder(1, 50, *inputs) is not None
+    with model.record("*"):
+        assert model.open_decoder(1, 50, *inputs) is None
+    half = build("llama", dtype="float16")
+    assert half.open_decoder(1, 50, *inputs) is None
+
+
+def test_one_token_and_an_end_in_the_context_phase(model: EmulatedModel):
+    free = plainly(model, generate_greedy, PROMPTS, 8)
+    assert generate_medusa(model, TREE, PROMPTS, 1).tokens == [row[:1] for row in free.tokens]
+    ended = generate_medusa(model, TREE, PROMPTS, 8, (free.tokens[0][0],))
+    assert ended.tokens[0] == free.tokens[0][:1]
