@@ -95,15 +95,7 @@ def _named_alibi(
 ) -> FitStep:
     if not is_alibi:
         raise _cannot_apply("fold_alibi", f"its positions are {shape.position_kind}")
-    length = plan_length(shape, config)
-    if length > LONGEST_TOKENS:
-        raise PortFileError(
-            "the sequences are longer than fold_alibi can follow",
-            expected=f"max_seq_len up to {LONGEST_TOKENS}",
-            found=str(length),
-            where="target.max_seq_len, or the model's trained positions when it is not set",
-            next_step=f"set target.max_seq_len to at most {LONGEST_TOKENS}",
-        )
+    length = require_followed_length(shape, config)
     content = keep or shape.head_size
     room = [size for size in sizes if size >= shape.head_size and size - content >= 8]
     if not room:
@@ -114,6 +106,24 @@ def _named_alibi(
     if keep is not None:
         arguments["content_size"] = keep
     return FitStep("fold_alibi", arguments)
+
+
+def require_followed_length(shape: AttentionShape, config: Mapping[str, Any]) -> int:
+    """The longest sequence, in tokens, that fold_alibi must follow.
+
+    Raises:
+        PortFileError: longer than it has been measured for.
+    """
+    length = plan_length(shape, config)
+    if length > LONGEST_TOKENS:
+        raise PortFileError(
+            "the sequences are longer than fold_alibi can follow",
+            expected=f"max_seq_len up to {LONGEST_TOKENS}",
+            found=str(length),
+            where="target.max_seq_len, or the model's trained positions when it is not set",
+            next_step=f"set target.max_seq_len to at most {LONGEST_TOKENS}",
+        )
+    return length
 
 
 def _cannot_apply(name: str, why: str, next_step: str = "remove it from fit, or use fit: auto") -> PortFileError:

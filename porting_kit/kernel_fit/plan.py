@@ -21,7 +21,8 @@ from porting_kit.kernel_fit.fit_step import (
     apply_to_shape,
     changed_rows,
 )
-from porting_kit.kernel_fit.named_steps import read_named_steps
+from porting_kit.kernel_fit.named_steps import read_named_steps, require_followed_length
+from porting_kit.kernel_fit.settings import ALIBI_KINDS
 from porting_kit.releases.kernels import GateResult, KernelProfile, evaluate_gates
 from porting_kit.releases.shape import AttentionShape
 
@@ -141,6 +142,8 @@ def plan_fit(
 def _plan_automatically(shape: AttentionShape, profile: KernelProfile, config: Mapping[str, Any]) -> FitPlan:
     if not _failing(shape, profile):
         return _finish((), shape, profile, config)
+    if shape.position_kind in ALIBI_KINDS:
+        require_followed_length(shape, config)
     candidates = sorted(list_combinations(shape, profile, config), key=lambda steps: plan_cost(shape, steps))
     passing = [steps for steps in candidates if not _failing(apply_to_shape(shape, steps), profile)]
     if passing:

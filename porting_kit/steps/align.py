@@ -60,6 +60,7 @@ def align_port(run: PortRun, session: AlignmentSession | None = None) -> AlignRe
     Raises:
         RunFolderError: a step before is stale.
         BaseModelError: the base cannot be loaded, or is itself broken in the port's dtype.
+        CheckpointError: prompts and new tokens are longer than the kernel fit reaches.
         CapturedFileError: files brought back do not belong to this port.
         EnvironmentMissing: the engine or kernel asked for needs a machine that this is not.
     """
@@ -67,6 +68,7 @@ def align_port(run: PortRun, session: AlignmentSession | None = None) -> AlignRe
     require_steps(run, "patch", "convert")
     with running_step(run, "align") as watch:
         session = session or AlignmentSession(run)
+        session.require_fitted_length()
         try:
             alignment = session.align_captured() if run.port.engine == "captured" else session.align()
         except KernelRefusal as refusal:

@@ -38,7 +38,7 @@ from porting_kit.engine.captured import (
     write_captured_tokens,
 )
 from porting_kit.engine.captured_runs import is_capture_file, read_capture_file
-from porting_kit.kernel_fit.fit import CONFIG_KEY
+from porting_kit.kernel_fit.fit import CONFIG_KEY, require_length
 from porting_kit.medusa.tree import MedusaTree, read_tree
 from porting_kit.outcomes import Coverage, Verdict
 from porting_kit.releases.kernels import KernelProfile, kernel_profile
@@ -169,6 +169,15 @@ class AlignmentSession:
         if not record or record["exact"]:
             return ()
         return tuple(f"{note['transform']}: {note['what']}" for note in record["notes"])
+
+    def require_fitted_length(self) -> None:
+        """Stop before anything is run when a prompt and its new tokens outgrow what the kernel fit is right for.
+
+        Raises:
+            CheckpointError: they do.
+        """
+        config = json.loads((self.run.folder.checkpoint / "config.json").read_text(encoding="utf-8"))
+        require_length(config, max(map(len, self.prompts)) + self.run.port.alignment.new_tokens)
 
     @property
     def options(self) -> AlignmentOptions:

@@ -315,6 +315,9 @@ def _resource_gates(
 def _judge(gates: tuple[GateResult, ...], profile: KernelProfile, pin: Pin, fit: FitPlan | None) -> StepOutcome:
     refused = [gate for gate in gates if gate.verdict == "refused"]
     silent = [gate for gate in gates if gate.verdict == "silent" and gate.name not in ADVISORY_GATES]
+    # Where no fit was found, what stands in its way is a gate that no transform mends.
+    if fit is None:
+        refused.sort(key=lambda gate: bool(gate.mended_by))
     worst = (refused or silent or [None])[0]
     where = f"TensorRT-LLM {profile.release}" if profile.release else "no release named, kernel gates not judged"
     figures: dict[str, Any] = {

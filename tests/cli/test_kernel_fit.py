@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from tests.cli.conftest import PortFolder
+from tests.alignment.tiny_ports import make_base
+from tests.benchmarks.xqa import write_port
+from tests.cli.conftest import PortFolder, make_heads
 from tests.cli.test_commands import call
 
 
@@ -18,3 +24,96 @@ def test_the_real_kernel_without_a_gpu_is_exit_3(port: PortFolder, tmp_path):
     assert "release:<x>" in text
     # Said before anything is loaded or written.
     assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+BUG_REPORT = "0.11.0.dev2024062500"
+
+
+@pytest.fixture(scope="module")
+def bloom_of_64(tmp_path_factory) -> Path:
+    """A random Bloom of head size 64 with heads that know its own text, and its port file."""
+    return write_port(tmp_path_factory.mktemp("bloom"), "bloom")
+
+
+def test_bloom_of_head_size_64_is_refused_unfitted_and_passes_fitted(bloom_of_64: Path, tmp_path):
+    release = ("-p", f"kernel=release:{BUG_REPORT}")
+    code, document, _ = call("preflight", bloom_of_64, *release)
+    gates = {gate["name"]: gate["verdict"] for gate in document["gates"]}
+    assert (code, gates["head size"], gates["ALiBi"]) == (1, "refused", "silent")
+    code, document, _ = call("align", bloom_of_64, "--out", tmp_path / "off", *release)
+    assert (code, document["verdict"]) == (1, "refused")
+    assert "No available XQA kernels" in document["summary"]
+
+    code, document, _ = call("preflight", bloom_of_64, *release, "-p", "fit=auto")
+    gates = {gate["name"]: gate["verdict"] for gate in document["gates"]}
+    assert (code, gates["head size"], gates["ALiBi"]) == (0, "mended", "mended")
+    code, document, _ = call("align", bloom_of_64, "--out", tmp_path / "auto", *release, "-p", "fit=auto")
+    assert (code, document["verdict"]) == (0, "pass")
+    assert document["wrong_tokens"] == 0
+    assert document["approximate_fit"]["passed"]
+    config = json.loads((tmp_path / "auto" / "checkpoint" / "config.json").read_text())
+    assert [note["transform"] for note in config["kernel_fit"]["notes"]] == ["fold_alibi"]
+    assert config["kernel_fit"]["notes"][0]["figures"]["logit_error_nats"] <= 0.025
+
+
+def test_a_text_beyond_the_fits_length_is_refused(bloom_of_64: Path, tmp_path):
+    # The longest prompt has 66 tokens, and 24 follow: 90 tokens where the fit reaches 80.
+    options = ("-p", f"kernel=release:{BUG_REPORT}", "-p", "fit=auto", "-p", "target.max_seq_len=80")
+    options += ("-p", "target.max_input_len=72")
+    code, document, stderr = call("align", bloom_of_64, "--out", tmp_path / "run", *options)
+    assert code == 2
+    assert "longer than the kernel fit reaches" in str(document) + stderr
+    assert not (tmp_path / "run" / "alignment").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"fit": "[fold_scale]"}, "fold_scale cannot be applied"),
+        ({"fit": "[pad_query_groups]"}, "pad_query_groups cannot be applied"),
+        ({"fit": "[fold_alibis]"}, "did you mean fold_alibi"),
+        ({"fit": "[truncate_heads:60, fold_alibi]"}, "cannot keep 60 of 64"),
+        ({"fit": "auto", "target.max_seq_len": 16384}, "longer than fold_alibi can follow"),
+        ({"fit": "[fold_alibi]", "target.max_seq_len": 16384}, "longer than fold_alibi can follow"),
+        ({"target.kv_cache_type": "fp9"}, "kv_cache_type"),
+        ({"target.compute_capability": "9.²"}, "compute capability"),
+        ({"target.compute_capability": "hopper"}, "compute capability"),
+        ({"kernel": "release:0.11.x"}, "release number"),
+    ],
+)
+def test_what_cannot_apply_is_exit_2_and_says_why(bloom_of_64: Path, overrides, words):
+    options = {"kernel": f"release:{BUG_REPORT}", **overrides}
+    code, document, stderr = call("preflight", bloom_of_64, *(f"-p{key}={value}" for key, value in options.items()))
+    assert code == 2
+    assert words in str(document) + stderr
+
+
+def test_a_card_that_no_release_has_a_kernel_for_is_refused(bloom_of_64: Path):
+    code, document, _ = call(
+        "preflight",
+        bloom_of_64,
+        "-p",
+        f"kernel=release:{BUG_REPORT}",
+        "-p",
+        "fit=auto",
+        "-p",
+        "target.compute_capability=7.3",
+    )
+    assert (code, document["verdict"], document["failing_gate"]) == (1, "refused", "compute capability")
+
+
+def test_a_config_that_contradicts_its_tensors_is_exit_2(port: PortFolder):
+    base = make_base(port.root / "llama", "llama")
+    config = json.loads((base / "config.json").read_text())
+    assert config.setdefault("head_dim", 16) == 16
+    (base / "config.json").write_text(json.dumps({**config, "head_dim": 32}))
+    port.edit_port(base="llama")
+    save_file(make_heads(hidden=64), port.heads_file)
+    for command in ("preflight", "convert"):
+        code, document, stderr = call(
+            command, port.file, *(("--out", port.root / "run") if command == "convert" else ())
+        )
+        assert code == 2
+        assert "other shapes than the config says" in str(document) + stderr
+        assert "[64, 64] instead of [128, 64]" in str(document) + stderr
+    assert not (port.root / "run" / "checkpoint").exists()

@@ -80,7 +80,6 @@ def test_exact_kernel_needs_no_fit():
         (dataclasses.replace(QWEN2_7B, position_kind="learned_absolute"), {}, "positions outside the kernel"),
         (dataclasses.replace(QWEN2_7B, tokens_per_block=16), {}, "tokens per block"),
         (BLOOM_560M, {"clip_qkv": 6.0}, "head size"),
-        (dataclasses.replace(BLOOM_7B1, max_seq_len=100_000), {}, "ALiBi"),
     ],
 )
 def test_gate_that_no_transform_mends_is_named(shape, config, gate):
@@ -103,6 +102,7 @@ def test_gate_that_no_transform_mends_is_named(shape, config, gate):
         (BLOOM_7B1, ["fold_alibl"], "did you mean fold_alibi"),
         (BLOOM_7B1, ["fold_alibi:3"], "takes no such value"),
         (dataclasses.replace(BLOOM_560M, max_seq_len=20_000), ["fold_alibi"], "longer than fold_alibi can follow"),
+        (dataclasses.replace(BLOOM_7B1, max_seq_len=100_000), "auto", "longer than fold_alibi can follow"),
     ],
 )
 def test_fit_by_name_that_cannot_apply_is_an_error(shape, wanted, problem):
