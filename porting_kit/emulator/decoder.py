@@ -52,6 +52,7 @@ class Decoder:
         packed_mask: torch.Tensor | None,
     ) -> None:
         self._model, self._offsets, self._words = model, position_offsets, packed_mask
+        self._compiles = model.decoders.compiles
         self.nodes = 1 if position_offsets is None else len(position_offsets)
         self.cache: KVCache = model.new_cache(batch_size, capacity_tokens)
         self.memo: dict[str, Any] = {}
@@ -97,13 +98,15 @@ class Decoder:
             logits [B, N, Vp] and hidden states [B, N, E].
         """
         if end not in self._programs:
-            self._programs[end] = StepProgram(self._model, self.cache, self.nodes, end, self._offsets, self._words)
+            self._programs[end] = StepProgram(
+                self._model, self.cache, self.nodes, end, self._offsets, self._words, compiles=self._compiles
+            )
         return self._programs[end](ids, pasts, self.cache.layers)
 
     def heads(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of all heads at one node a request: [B, E] to [M, B, Vp]."""
         if self._heads is None:
-            self._heads = HeadProgram(self._model, self.cache.batch_size)
+            self._heads = HeadProgram(self._model, self.cache.batch_size, compiles=self._compiles)
         return self._heads(hidden)
 
     def keep(self, rows: torch.Tensor, pasts: torch.Tensor) -> None:
@@ -135,10 +138,16 @@ class Decoder:
 
 
 class Decoders:
-    """The decoders that a model keeps."""
+    """The decoders that a model keeps.
+
+    Attributes:
+        is_enabled: False runs every step eagerly; may be changed at any time.
+        compiles: new decoders hand their programs to torch.compile, which fuses small operations on a GPU; it takes a
+            minute for a model of thirty layers.
+    """
 
     def __init__(self) -> None:
-        self.is_enabled = True
+        self.is_enabled, self.compiles = True, False
         self._kept: OrderedDict[tuple, Decoder] = OrderedDict()
         self._failed: set[tuple] = set()
         self._versions: tuple[int, ...] = ()
@@ -182,7 +191,7 @@ class Decoders:
 
 
 def can_write_down(model: EmulatedModel) -> bool:
-    """One rank, no module recorded, no kernel profile; on a CPU float32 or float64, whose weights are used as they are."""
+    """One rank, no module recorded, no kernel profile; on a CPU no half type (its weights would be kept twice)."""
     is_plain = model.device.type == "cuda" or model.dtype in (torch.float32, torch.float64)
     return is_plain and model.mapping.world_size == 1 and model.kernel is None and not model.replays.is_suspended
 

@@ -1,4 +1,4 @@
-"""A decode step of one shape as a flat list of tensor operations: the model's Python runs once, when it is written down.
+"""A decode step of one shape as a flat list of tensor operations: the model's Python runs once, to write it down.
 
 Upstream's Python defines a network, so one run of it under torch.fx gives all that a step does. The list takes token
 ids, pasts and the cache's tensors, so that it serves every request whose past ends within `end` rows; what depends on
@@ -42,6 +42,7 @@ class StepProgram:
         end: cache rows that every request attends to behind its mask.
         position_offsets: int32 [N]; None without a tree.
         packed_mask: int32 [N, W]; None without a tree.
+        compiles: hand the operations to torch.compile.
 
     Raises:
         RuntimeError: the step reads a value back, so that it cannot be written down.
@@ -55,6 +56,8 @@ class StepProgram:
         end: int,
         position_offsets: torch.Tensor | None,
         packed_mask: torch.Tensor | None,
+        *,
+        compiles: bool = False,
     ) -> None:
         B, device = cache.batch_size, model.device
         offsets = None if position_offsets is None else position_offsets.to(device)
@@ -84,7 +87,7 @@ class StepProgram:
         ids = torch.zeros(B, nodes, dtype=torch.int64, device=device)
         pasts = torch.zeros(B, 1, dtype=torch.int64, device=device)
         # Writing down executes the step, so it must not see the cache's own tensors.
-        self._call = write_program(run, (ids, pasts, *map(torch.zeros_like, cache.layers)))
+        self._call = write_program(run, (ids, pasts, *map(torch.zeros_like, cache.layers)), compiles=compiles)
 
     def __call__(
         self, ids: torch.Tensor, pasts: torch.Tensor, layers: Sequence[torch.Tensor]
@@ -96,21 +99,23 @@ class StepProgram:
 class HeadProgram:
     """The Medusa heads alone: hidden states [B, E] to logits [M, B, Vp]."""
 
-    def __init__(self, model: EmulatedModel, batch_size: int) -> None:
+    def __init__(self, model: EmulatedModel, batch_size: int, *, compiles: bool = False) -> None:
         def run(hidden: torch.Tensor) -> torch.Tensor:
             with model.running():
                 heads = [head(Tensor(hidden)).data for head in model.module.medusa_heads]
             return torch.stack(heads).to(model.logits_dtype)
 
         hidden = torch.zeros(batch_size, int(model.config["hidden_size"]), dtype=model.dtype, device=model.device)
-        self._call = write_program(run, (hidden,))
+        self._call = write_program(run, (hidden,), compiles=compiles)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [B, E] -> [M, B, Vp]."""
         return self._call(hidden)
 
 
-def write_program(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+def write_program(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor], *, compiles: bool = False
+) -> Callable[..., Any]:
     """Run a function once and return the same operations as one flat function of the inputs.
 
     Everything else that the function reads is held by the program as it is: a weight that is changed in place counts.
@@ -126,7 +131,7 @@ def write_program(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) 
     remove_dead(module)
     module.graph.lint()
     module.recompile()
-    return module
+    return torch.compile(module, fullgraph=True, dynamic=False) if compiles else module
 
 
 def is_in_place(node: torch.fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""The decode loop with nothing of Python in a step: draft, verify, accept, keep and log are one run of tensor operations.
+"""The decode loop with no Python of a model in a step: draft, verify, accept, keep and log are one run of operations.
 
 For models that offer whole steps as such (`open_decoder`). On a GPU the run is a CUDA graph; the host launches it and
 reads two numbers back. Emits what the plain loop of `decoding` emits; margins and logits are that loop's.

@@ -1,0 +1,384 @@
+"""Measure heads and decode speed on a GPU: SmolLM2 with its trained heads, and 7B-shaped models with random weights.
+
+Run `python -m tests.benchmarks.gpu_decode --base BASE --data TEXT [--only PART ...] [--json]` on a machine with a CUDA
+GPU. Parts:
+
+    heads    accuracy by head and tokens per step on continuations of held-out text, stock tree and trees chosen on
+             other prompts; predicted (replayed ranks of the other prompts) against measured (decoding)
+    smollm2  time per step of plain greedy and of Medusa in the same loop, and Hugging Face's `generate`
+    bloom, qwen2   the same for random weights of 7B shape; no accept lengths, which random heads do not have
+
+Speed is measured one request at a time. The floor of a step is the bytes of all weights it reads, divided by the
+bandwidth of a large copy on the same card (bytes read and written).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from porting_kit.alignment.reference import Reference, load_reference, reference_from_model
+from porting_kit.conversion.convert import checkpoint_tensors
+from porting_kit.conversion.heads import read_head_set
+from porting_kit.emulator import open_emulator
+from porting_kit.medusa.decoding import generate_greedy, generate_medusa
+from porting_kit.medusa.head_ranks import measure_accuracy, measure_ranks, replay_tree
+from porting_kit.medusa.heads import load_heads
+from porting_kit.medusa.self_distillation import Frame, build_chat_frame, continue_greedily, cut_prompts
+from porting_kit.medusa.training_text import read_text, split_held_out
+from porting_kit.medusa.tree import MedusaTree, read_tree
+from porting_kit.medusa.tree_choice import TreeLimits, count_paths, trace_curve
+from porting_kit.patching import build_medusa_module
+from porting_kit.source_tree import open_source_tree
+
+HEADS = Path(__file__).resolve().parents[2] / "notebooks" / "ports" / "smollm2" / "heads"
+SHAPES = {
+    "bloom": ("BloomForCausalLM", {"hidden_size": 4096, "num_hidden_layers": 30, "num_attention_heads": 32}
+              | {"num_key_value_heads": 32, "intermediate_size": 16384, "vocab_size": 250880, "hidden_act": "gelu"}
+              | {"position_embedding_type": "alibi"}),
+    "qwen2": ("Qwen2ForCausalLM", {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28}
+              | {"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064, "hidden_act": "silu"}
+              | {"position_embedding_type": "rope_gpt_neox", "rotary_base": 1e6, "qwen_type": "qwen2"}),
+}  # fmt: skip
+CONTEXT_TOKENS = 128
+
+
+def measure_bandwidth() -> float:
+    """Bytes per second of a large copy, read and written."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(12):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return 2 * source.numel() / statistics.median(times[2:])
+
+
+def read_bytes(tensors: dict[str, torch.Tensor], *, heads: bool) -> int:
+    """Bytes of weights that one step reads: each storage once; of a separate embedding table only rows are read."""
+    seen: dict[int, int] = {}
+    for name, tensor in tensors.items():
+        if "vocab_embedding" in name or (name.startswith("medusa_heads") and not heads):
+            continue
+        seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+    return sum(seen.values())
+
+
+def time_calls(sides: dict[str, Callable[[], int]], rounds: int) -> dict[str, float]:
+    """Median milliseconds per unit, where each side returns how many units it did; sides in turn, order alternating."""
+    samples: dict[str, list[float]] = {name: [] for name in sides}
+    for function in sides.values():
+        function()
+        function()
+    for index in range(rounds):
+        for name in list(sides) if index % 2 else reversed(list(sides)):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            units = sides[name]()
+            torch.cuda.synchronize()
+            samples[name].append(1e3 * (time.perf_counter() - started) / units)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def measure_speed(
+    reference: Reference | None,
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    trees: dict[str, MedusaTree],
+    tensors: dict[str, torch.Tensor],
+    *,
+    new_tokens: int,
+    rounds: int,
+) -> dict[str, Any]:
+    """Time per step of each side, ratios, and the floor."""
+    bandwidth = measure_bandwidth()
+    found: dict[str, list[list[int]]] = {}
+    tokens_per_step: dict[str, float] = {}
+
+    def emulated(name: str, tree: MedusaTree | None) -> int:
+        runs = [
+            generate_greedy(model, [p], new_tokens) if tree is None else generate_medusa(model, tree, [p], new_tokens)
+            for p in prompts
+        ]
+        found[name] = [run.tokens[0] for run in runs]
+        tokens_per_step[name] = sum(run.num_tokens - 1 for run in runs) / sum(run.num_steps for run in runs)
+        return sum(run.num_steps for run in runs)
+
+    def hugging_face() -> int:
+        own = reference.settings
+        object.__setattr__(reference, "settings", type(own)(own.effective, own.overridden, (), {}))
+        try:
+            found["transformers generate"] = reference.generate(prompts, new_tokens)
+        finally:
+            object.__setattr__(reference, "settings", own)
+        return sum(map(len, found["transformers generate"]))
+
+    sides: dict[str, Callable[[], int]] = {"greedy": lambda: emulated("greedy", None)}
+    sides |= {name: lambda name=name, tree=tree: emulated(name, tree) for name, tree in trees.items()}
+    if reference is not None:
+        sides["transformers generate"] = hugging_face
+    step_ms = time_calls(sides, rounds)
+    kept = [key for key in model.decoders._kept]
+    device_ms = time_steps(model)
+    greedy_floor = 1e3 * read_bytes(tensors, heads=False) / bandwidth
+    medusa_floor = 1e3 * read_bytes(tensors, heads=True) / bandwidth
+    per_token = {name: ms / tokens_per_step.get(name, 1.0) for name, ms in step_ms.items()}
+    return {
+        "bandwidth_TB_s": bandwidth / 1e12,
+        "step_ms": step_ms,
+        "device_step_ms": device_ms,
+        "floor_ms": {"greedy": greedy_floor, "medusa": medusa_floor},
+        "greedy_step_over_floor": step_ms["greedy"] / greedy_floor,
+        "medusa_step_over_greedy_step": {name: step_ms[name] / step_ms["greedy"] for name in trees},
+        "tokens_per_step": tokens_per_step,
+        "speedup_over_greedy": {name: per_token["greedy"] / per_token[name] for name in trees},
+        "speedup_over_transformers": {
+            name: per_token["transformers generate"] / per_token[name] for name in step_ms if reference is not None
+        },
+        "same_tokens_as_greedy": {name: rows == found["greedy"] for name, rows in found.items()},
+        "programs": len(kept),
+    }
+
+
+def time_steps(model: Any) -> dict[str, float]:
+    """GPU milliseconds of the captured whole steps alone, by nodes: launched back to back, timed by events."""
+    times = {}
+    for decoder in model.decoders._kept.values():
+        for loop in decoder.memo.values():
+            replay = next(iter(loop._captured.values()), None)
+            if replay is None:
+                continue
+            loop.pasts.fill_(CONTEXT_TOKENS)
+            loop.step_number.zero_()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(20):
+                loop.pasts.fill_(CONTEXT_TOKENS)
+                replay()
+            end.record()
+            torch.cuda.synchronize()
+            times[f"{decoder.nodes} nodes"] = start.elapsed_time(end) / 20
+    return times
+
+
+def random_port(family: str, num_heads: int = 4) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model of 7B shape in float16 with random weights; its heads share the base's output matrix."""
+    source = open_source_tree("bundled")
+    emulator = open_emulator(source, device="cuda")
+    architecture, sizes = SHAPES[family]
+    config = {
+        "architecture": architecture,
+        "dtype": "float16",
+        "logits_dtype": "float32",
+        "max_position_embeddings": 2048,
+        "norm_epsilon": 1e-5,
+        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+        "num_medusa_heads": num_heads,
+        "num_medusa_layers": 1,
+        "max_draft_len": 63,
+        **sizes,
+    }
+    module = build_medusa_module(source, architecture)
+    loaded = emulator.namespace.load_source(module.source)
+    utils = emulator.namespace.import_module("tensorrt_llm.models.modeling_utils")
+    skeleton = getattr(loaded, module.class_name)(utils.PretrainedConfig.from_dict(dict(config)))
+    torch.manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in skeleton.named_parameters():
+        if parameter.is_inited():
+            continue
+        if name.startswith("medusa_heads") and name.endswith("lm_head.weight"):
+            continue
+        tensor = torch.randn(parameter.shape, dtype=torch.float16, device="cuda") * 0.02
+        tensors[name] = tensor + 1 if "norm" in name or "ln_" in name else tensor
+    if family == "bloom":  # tied, as the published Bloom models are
+        tensors["lm_head.weight"] = tensors["transformer.vocab_embedding.weight"]
+    for head in range(num_heads):
+        tensors[f"medusa_heads.{head}.lm_head.weight"] = tensors["lm_head.weight"]
+    model = emulator.build_model(config, tensors, module_source=module.source, class_name=module.class_name)
+    return model, tensors
+
+
+def random_reference(family: str) -> Reference:
+    """The Hugging Face model of the same shape, in float16 on the GPU, random weights."""
+    import transformers
+
+    _, sizes = SHAPES[family]
+    if family == "bloom":
+        config = transformers.BloomConfig(
+            vocab_size=sizes["vocab_size"], hidden_size=4096, n_layer=30, n_head=32, eos_token_id=None
+        )
+        kind = transformers.BloomForCausalLM
+    else:
+        names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        config = transformers.Qwen2Config(
+            **{name: sizes[name] for name in names}, intermediate_size=18944, eos_token_id=None
+        )
+        kind = transformers.Qwen2ForCausalLM
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("cuda"):
+            model = kind(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.generation_config.eos_token_id = None
+    return reference_from_model(model)
+
+
+def time_reference(family: str, prompts: list[list[int]]) -> float:
+    """Milliseconds a token of Hugging Face's generate at 7B shape."""
+    reference = random_reference(family)
+    return time_calls({"generate": lambda: len(reference.generate(prompts, 48)[0])}, 3)["generate"]
+
+
+def measure_random(family: str, *, compiles: bool) -> dict[str, Any]:
+    """Time per step at 7B shape: greedy, the stock tree, and Hugging Face."""
+    prompts = [torch.randint(0, 1000, (CONTEXT_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()]
+    theirs = time_reference(family, prompts)
+    torch.cuda.empty_cache()
+    model, tensors = random_port(family)
+    model.decoders.compiles = compiles
+    trees = {"mc_sim_7b_63": read_tree("mc_sim_7b_63")}
+    row = measure_speed(None, model, prompts, trees, tensors, new_tokens=64, rounds=3)
+    row["transformers_ms_per_token"] = theirs
+    row["greedy_over_transformers"] = theirs / row["step_ms"]["greedy"]
+    del row["tokens_per_step"], row["speedup_over_greedy"], row["speedup_over_transformers"]
+    return row
+
+
+def measure_heads(reference: Reference, model: Any, text: Path, rows: int) -> tuple[dict[str, Any], Any]:
+    """Accuracy and tokens per step on text that was not trained on; returns the figures and the chosen tree."""
+    instructions = ("Continue this text: ", "Explain this in simple words: ", "Write documentation about: ")
+    frames = (Frame(), *(build_chat_frame(reference.tokenizer, text) for text in instructions))
+    held_out = split_held_out(read_text(text))[1]
+    prompts = cut_prompts(
+        reference.tokenizer, held_out, lengths_tokens=(16, 32, 64), limit=2 * rows, seed=7, frames=frames
+    )
+    heads, matrix = load_heads(HEADS).to("cuda"), reference.model.get_output_embeddings()
+
+    def rank(chosen: list[list[int]]) -> torch.Tensor:
+        said = continue_greedily(reference.model, chosen, new_tokens=128, batch_rows=512, report=lambda line: None)
+        return measure_ranks(heads, said, matrix)
+
+    asked = prompts[len(prompts) // 2 :]
+    calibration, judged = rank(prompts[: len(prompts) // 2]), rank(asked)
+    limits = TreeLimits()
+    started = time.perf_counter()
+    curve = trace_curve(count_paths(calibration, limits), limits)
+    trees = {f"best {n}": curve.tree(n) for n in (8, 16, 32, 64)} | {"mc_sim_7b_63": read_tree("mc_sim_7b_63")}
+    chosen_s = time.perf_counter() - started
+    groups: dict[int, list[list[int]]] = {}
+    for prompt in asked:
+        groups.setdefault(len(prompt), []).append(prompt)
+    out = {}
+    for name, tree in trees.items():
+        predicted = replay_tree(calibration, tree.nodes[1:]).tokens_per_step
+        replayed = replay_tree(judged, tree.nodes[1:]).tokens_per_step
+        tokens = steps = texts = 0
+        for group in groups.values():
+            for start in range(0, len(group), 64):
+                run = generate_medusa(model, tree, group[start : start + 64], 128, reference.settings.end_ids)
+                tokens += run.num_tokens - len(run.tokens)
+                steps, texts = steps + run.num_steps, texts + len(run.tokens)
+        out[name] = {
+            "nodes": tree.num_nodes,
+            "predicted": predicted,
+            "replayed_on_the_judged_rows": replayed,
+            "measured": tokens / max(1, steps),
+            "measured_over_predicted": tokens / max(1, steps) / predicted,
+            "texts": texts,
+        }
+    figures = {
+        "prompts": len(prompts),
+        "accuracy_on_judged_rows": [vars(head) for head in measure_accuracy(judged)],
+        "trees": out,
+        "choice_seconds": chosen_s,
+        "curve": [[point.nodes, round(point.mean_tokens, 4)] for point in curve.points],
+        "chosen_16": curve.tree(16).choices(),
+    }
+    return figures, curve
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print one JSON document; progress goes to stderr."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, help="SmolLM2: a GGUF file or a Hugging Face folder")
+    parser.add_argument("--data", type=Path, help="text of `python -m porting_kit.medusa.training_text`")
+    parser.add_argument("--only", nargs="*", default=["heads", "smollm2", "bloom", "qwen2"])
+    parser.add_argument("--rows", type=int, default=256, help="held-out prompts to judge on")
+    parser.add_argument("--compile", action="store_true", help="hand the steps to torch.compile")
+    parser.add_argument("--json", action="store_true", help="accepted for symmetry; the output is JSON always")
+    options = parser.parse_args(arguments)
+    torch.set_grad_enabled(False)
+    document: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "compiled": options.compile,
+    }
+
+    def keep(name: str, value: Any) -> None:
+        document[name] = value
+        print(json.dumps({name: value}), file=sys.stderr, flush=True)
+
+    if {"heads", "smollm2"} & set(options.only):
+        reference = load_reference(options.base, dtype="float16", device="cuda", attention="sdpa")
+        config, tensors = checkpoint_tensors(options.base, read_head_set(HEADS), dtype="float16")
+        source = open_source_tree("bundled")
+        module = build_medusa_module(source, config["architecture"])
+        tensors = share_placed(tensors)
+        model = open_emulator(source, device="cuda").build_model(
+            config, tensors, module_source=module.source, class_name=module.class_name
+        )
+        chosen = read_tree(str(HEADS / "tree.json"))
+        if "heads" in options.only:
+            figures, curve = measure_heads(reference, model, options.data, options.rows)
+            keep("heads", figures)
+            chosen = curve.tree(16)
+        if "smollm2" in options.only:
+            model.decoders.compiles = options.compile
+            frame = build_chat_frame(reference.tokenizer, "Explain this in simple words: ")
+            held_out = split_held_out(read_text(options.data))[1]
+            prompts = cut_prompts(
+                reference.tokenizer, held_out, lengths_tokens=(64,), limit=6, seed=11, frames=(frame,)
+            )
+            trees = {"chosen": chosen, "mc_sim_7b_63": read_tree("mc_sim_7b_63")}
+            keep(
+                "smollm2",
+                measure_speed(reference, model, prompts, trees, tensors, new_tokens=128, rounds=3),
+            )
+        del reference, model, tensors
+    for family in ("bloom", "qwen2"):
+        if family in options.only:
+            torch.cuda.empty_cache()
+            try:
+                keep(family, measure_random(family, compiles=options.compile))
+            except Exception as error:
+                keep(family, {"error": f"{type(error).__name__}: {error}"})
+    print(json.dumps(document, indent=2))
+    return 0
+
+
+def share_placed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors on the GPU, equal matrices once: heads without an output matrix hold copies of the base's."""
+    placed: dict[str, torch.Tensor] = {}
+    matrix = tensors["lm_head.weight"].cuda()
+    for name, tensor in tensors.items():
+        same = tensor.shape == matrix.shape and torch.equal(tensor.cuda(), matrix)
+        placed[name] = matrix if same else tensor.cuda()
+    return placed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
