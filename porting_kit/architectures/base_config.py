@@ -72,6 +72,7 @@ class BaseConfig:
     experts_per_token: int | None
     expert_size: int | None
     shared_expert_size: int | None
+    embedding_size: int | None
     switches: Mapping[str, bool | None] = field(default_factory=dict)
     refusals: tuple[Refusal, ...] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False)

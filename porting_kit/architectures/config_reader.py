@@ -47,10 +47,12 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "expert_size": ("moe_intermediate_size",),
     "shared_expert_size": ("shared_expert_intermediate_size",),
     "rotary_dim": ("rotary_dim",),
+    "embedding_size": ("word_embed_proj_dim",),
 }
 COUNTS = (
     *("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_size", "intermediate_size", "vocab_size"),
     *("max_positions", "num_experts", "experts_per_token", "expert_size", "shared_expert_size", "rotary_dim"),
+    "embedding_size",
 )
 DEFAULTS: dict[str, object] = {
     "num_kv_heads": "H",
@@ -69,6 +71,7 @@ DEFAULTS: dict[str, object] = {
     "expert_size": "I",
     "shared_expert_size": None,
     "rotary_dim": None,
+    "embedding_size": "E",
 }
 LETTER_OF = {
     "hidden_size": "E",
@@ -83,6 +86,7 @@ LETTER_OF = {
     "vocab_size": "V",
     "max_positions": "S",
     "rotary_dim": "Q",
+    "embedding_size": "P",
 }
 DTYPES = {"float16": "float16", "half": "float16", "bfloat16": "bfloat16", "float32": "float32", "float": "float32"}
 

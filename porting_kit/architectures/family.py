@@ -220,6 +220,9 @@ class Family:
         for rule in self.rules:
             if any(name not in self.switches for name, _ in condition_terms(rule.when)):
                 raise ValueError(f"family {self.name}: rule for {rule.target!r} asks for unknown switch {rule.when!r}")
+        for row in self.fields:
+            if any(name not in self.switches for name, _ in condition_terms(row.when)):
+                raise ValueError(f"family {self.name}: field {row.target!r} asks for unknown switch {row.when!r}")
         kinds = self.position.values.values() if isinstance(self.position, ByKey) else (self.position,)
         if unknown := [kind for kind in kinds if kind not in POSITION_KINDS]:
             raise ValueError(f"family {self.name}: unknown position kinds {unknown}")

@@ -6,8 +6,10 @@ from a constant. `conversion.config_fields` turns the rows into the written conf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from porting_kit.architectures.names import check_expression
 
 REQUIRED = "<required>"
 
@@ -18,13 +20,14 @@ class Field:
 
     Args:
         target: the key written, dotted for one inside a mapping.
-        kind: "attribute" (of BaseConfig, dotted into a mapping), "key" (dotted, of the Hugging Face config), "switch"
-            or "constant".
-        source: name of the attribute, key or switch; None for a constant.
+        kind: "attribute" (of BaseConfig, dotted into a mapping), "key" (dotted, of the Hugging Face config), "switch",
+            "size" or "constant".
+        source: name of the attribute, key or switch, or a shape expression ("2*I"); None for a constant.
         default: value when the source has no such key; `REQUIRED` refuses instead.
         value: the constant.
         mapping: rewrites the value, key by key ({"relu2": "squared-relu"}); values not listed stay.
         optional: leave the key out of config.json when the value is None.
+        when: switches of the family that must hold, as in a weight rule: keys that only some releases read.
         note: why, shown in the table; a constant must say why.
     """
 
@@ -35,11 +38,14 @@ class Field:
     value: object = None
     mapping: Mapping[object, object] | None = None
     optional: bool = False
+    when: str | None = None
     note: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("attribute", "key", "switch", "constant"):
-            raise ValueError(f"field {self.target!r}: kind {self.kind!r} is not attribute, key, switch or constant")
+        if self.kind not in ("attribute", "key", "switch", "size", "constant"):
+            raise ValueError(f"field {self.target!r}: {self.kind!r} is not attribute, key, switch, size or constant")
+        if self.kind == "size":
+            check_expression(self.source)
         if (self.kind == "constant") != (self.source is None):
             raise ValueError(f"field {self.target!r}: a constant has no source, everything else has one")
         if self.kind == "constant" and not self.note:
@@ -61,9 +67,19 @@ def switch(target: str, source: str | None = None, **options: object) -> Field:
     return Field(target, "switch", source or target, **options)
 
 
-def constant(target: str, value: object, note: str) -> Field:
+def size(target: str, expression: str, note: str, when: str | None = None) -> Field:
+    """A number worked out from the model's sizes."""
+    return Field(target, "size", expression, note=note, when=when)
+
+
+def constant(target: str, value: object, note: str, when: str | None = None) -> Field:
     """The same for every model of the family."""
-    return Field(target, "constant", value=value, note=note)
+    return Field(target, "constant", value=value, note=note, when=when)
+
+
+def fields_when(rows: Sequence[Field], when: str) -> tuple[Field, ...]:
+    """The same rows under a condition."""
+    return tuple(replace(row, when=when) for row in rows)
 
 
 ACTIVATIONS = {

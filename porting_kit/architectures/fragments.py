@@ -7,6 +7,7 @@ its `gate` the linear one (up_proj): tensorrt_llm/layers/mlp.py 0.11.0.dev202406
 
 from __future__ import annotations
 
+from porting_kit.architectures.family import Switch
 from porting_kit.architectures.names import TensorSpec
 from porting_kit.architectures.operations import Concatenate, Operation, Stack, Transpose, Ungroup
 from porting_kit.architectures.rules import (
@@ -20,6 +21,7 @@ from porting_kit.architectures.rules import (
     Rule,
     Shard,
     linear,
+    only_when,
     rename,
     transform,
 )
@@ -94,7 +96,11 @@ def gated_mlp(
 
 
 def experts(
-    router: str, source: str, *, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str,
+    source: str,
+    *,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    target: str = f"{TARGET}.mlp",
 ) -> list[Rule]:
     """A router in float32 and the experts stacked: [up; gate] in `fc`, down in `proj`.
 
@@ -102,15 +108,40 @@ def experts(
     """
     gate, up, down = (f"{source}.{{e}}.{name}.weight" for name in names)
     return [
-        rename(f"{router}.weight [X,E]", f"{TARGET}.mlp.router.weight", dtype="float32"),
+        rename(f"{router}.weight [X,E]", f"{target}.router.weight", dtype="float32"),
         Rule(
-            f"{TARGET}.mlp.fc.weight",
+            f"{target}.fc.weight",
             (TensorSpec(up, ("J", "E")), TensorSpec(gate, ("J", "E"))),
             (Concatenate(0), Stack()),
             shard=EXPERTS_UP,
         ),
-        Rule(f"{TARGET}.mlp.proj.weight", (TensorSpec(down, ("E", "J")),), (Stack(),), shard=EXPERTS_DOWN),
+        Rule(f"{target}.proj.weight", (TensorSpec(down, ("E", "J")),), (Stack(),), shard=EXPERTS_DOWN),
     ]
+
+
+# layers/moe.py: names 0.10.0.dev2024041600 and 0.10.0.dev2024042300, router 0.9.0.dev2024030500 and 0.9.0.dev2024031200
+EXPERT_SWITCHES = {
+    "numbered_experts": Switch(until="0.10.0.dev2024042300"),
+    "split_router": Switch(until="0.9.0.dev2024031200"),
+}
+
+
+def named_by_release(rules: list[Rule]) -> list[Rule]:
+    """Rules of experts under the names and splits of every release; the family takes `EXPERT_SWITCHES` in.
+
+    Until 0.10.0.dev2024042300 the weights are called experts_weight_1 and experts_weight_2; in the first releases the
+    router is split over the ranks along its input.
+    """
+    numbered = {".fc.weight": ".experts_weight_1", ".proj.weight": ".experts_weight_2"}
+    found = []
+    for rule in rules:
+        if rule.target.endswith(".router.weight"):
+            found += [*only_when([rule], "split_router", shard=ROW), *only_when([rule], "!split_router")]
+            continue
+        ending = next(ending for ending in numbered if rule.target.endswith(ending))
+        older = rule.target.removesuffix(ending) + numbered[ending]
+        found += [*only_when([rule], "numbered_experts", target=older), *only_when([rule], "!numbered_experts")]
+    return found
 
 
 def conv1d(source: str, target: str, rows: str, columns: str, *, shard: Shard, bias_shard: Shard) -> list[Rule]:

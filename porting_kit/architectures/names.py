@@ -5,7 +5,7 @@ keys such as `1.0.linear.weight` hold numbers that are not layer numbers. Shapes
 
 Letters in shape expressions: E hidden size, D head size, H query heads, K key/value heads, L layers, I width of the
 MLP, J width of one expert, G width of the shared expert, X experts, V vocabulary, S learned positions, Q rotary dims
-of one head.
+of one head, P width of the embeddings where it is not E.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-LETTERS = frozenset("EDHKLIJGXVSQ")
+LETTERS = frozenset("EDHKLIJGXVSQP")
 INDICES = {"i": "L", "e": "X"}  # placeholder in a tensor name -> the letter that counts it
 
 Shape = tuple[int, ...]

@@ -37,6 +37,26 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class Product:
+    """Multiply two matrices in float32: embeddings [V, P] by a projection into the hidden size, [P, E].
+
+    Args:
+        transposed: the second matrix is stored as [E, P].
+    """
+
+    transposed: bool = False
+
+    def output_shapes(self, shapes: Sequence[Shape], dims: Dims) -> list[Shape]:
+        if len(shapes) != 2 or any(len(shape) != 2 for shape in shapes):
+            raise ValueError(f"a product needs two matrices, not {list(shapes)}")
+        (rows, inner), second = shapes
+        again, columns = second[::-1] if self.transposed else second
+        if inner != again:
+            raise ValueError(f"cannot multiply {shapes[0]} by {(again, columns)}")
+        return [(rows, columns)]
+
+
+@dataclass(frozen=True)
 class Ungroup:
     """De-interleave rows stored group by group: [groups, parts, unit] becomes part after part, [Q; K; V].
 
@@ -207,7 +227,8 @@ class Scale:
     """Multiply by a constant, or by a number the config gives, in float32.
 
     Args:
-        factor: the number, or the name of a `BaseConfig` scalar ("logit_scale").
+        factor: the number, or the name of a number that the config gives ("logit_scale"); "sqrt_hidden_size" is the
+            square root of E.
     """
 
     factor: float | str
@@ -231,6 +252,7 @@ class NormalizeRows:
 Operation = (
     Concatenate
     | Stack
+    | Product
     | Ungroup
     | Group
     | ReorderBlocks

@@ -22,7 +22,7 @@ from porting_kit.architectures.names import (
     evaluate_dim,
     placeholders,
 )
-from porting_kit.architectures.operations import MOVING, ONE_INPUT, Concatenate, Operation, Stack
+from porting_kit.architectures.operations import MOVING, ONE_INPUT, Concatenate, Operation, Product, Stack
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,10 @@ class Rule:
                 if parts > 1:
                     raise ValueError(f"rule for {self.target!r} stacks before its {parts} parts are joined")
                 repeated = False
+            elif isinstance(operation, Product):
+                if parts != 2 or repeated:
+                    raise ValueError(f"rule for {self.target!r} multiplies {parts} parts, not two")
+                parts = 1
             elif isinstance(operation, Concatenate):
                 parts, repeated = 1, repeated and parts > 1
         if parts > 1 or repeated:

@@ -96,6 +96,9 @@ def apply_operations(
             current = [torch.cat(current[k : k + step], operation.dim) for k in range(0, len(current), step)]
         elif isinstance(operation, ops.Stack):
             current = [torch.stack(current)]
+        elif isinstance(operation, ops.Product):
+            first, second = (tensor.float() for tensor in current)
+            current = [first @ (second.T if operation.transposed else second)]
         else:
             current = [FORWARD[type(operation)](tensor, operation, dims, scalars) for tensor in current]
     (target,) = current

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from porting_kit.architectures.config_reader import lookup
 from porting_kit.architectures.fields import REQUIRED, Field
+from porting_kit.architectures.names import evaluate_dim
 from porting_kit.architectures.releases import release_key
 from porting_kit.errors import BaseModelError
 from porting_kit.releases.build_flags import draft_limit_key
@@ -67,7 +68,7 @@ def build_config(
     Raises:
         BaseModelError: the source lacks a key that the runtime class needs.
     """
-    rows = [(row, _resolve(row, base)) for row in base.definition.all_fields]
+    rows = [(row, _resolve(row, base)) for row in base.definition.all_fields if base.applies(row.when)]
     rows = [resolved for row, resolved in rows if not (row.optional and resolved.value is None)]
     rows.append(_dtype_row(base, dtype))
     written = {row.target for row in rows}
@@ -132,6 +133,8 @@ def _why_dropped(key: str) -> str:
 def _resolve(row: Field, base: BaseConfig) -> FieldRow:
     if row.kind == "constant":
         return FieldRow(row.target, row.value, None, "derived", row.note)
+    if row.kind == "size":
+        return FieldRow(row.target, evaluate_dim(row.source, base.dims), None, "derived", row.note)
     if row.kind == "switch":
         origin = base.origins.get(f"switch:{row.source}")
         kind, source, note = (origin.kind, origin.key, origin.note) if origin else ("defaulted", None, "")

@@ -166,8 +166,8 @@ class _Builder:
                 origin = "base"
                 absent = [name for name, _ in sources if name not in self.names]
                 if absent and rule.tied_from and self.base.tied:
-                    origin, sources = "tied", [(rule.tied_from, sources[0][1])]
-                    absent = [rule.tied_from] if rule.tied_from not in self.names else []
+                    origin, sources = "tied", [(rule.tied_from, sources[0][1]), *sources[1:]]
+                    absent = [name for name, _ in sources if name not in self.names]
                 elif absent and rule.tied_from:
                     untied += absent
                 if absent and rule.zeros_when_absent and len(absent) == len(sources):

@@ -11,7 +11,7 @@ from porting_kit.emulator.symbols import raise_not_emulated
 from porting_kit.emulator.tensor_type import Tensor
 
 # MoeConfig.ExpertScaleNormalizationMode (layers/moe.py, 0.11.0.dev2024062500); a config may hold the bare number.
-KEEP_SCALES, RENORMALIZE = 0, 1
+KEEP_SCALES, RENORMALIZE, SPARSE_MIXER = 0, 1, 2
 # The plugin's gated activations apply to the second half of the first product (layers/moe.py, 0.11.0.dev2024062500).
 _GATED = {"swiglu": torch_functional.silu, "fast-swiglu": torch_functional.silu, "geglu": torch_functional.gelu}
 _PLAIN = {
@@ -30,7 +30,8 @@ def moe_plugin(
     Args:
         moe_config: upstream's MoeConfig: num_experts, top_k, normalization_mode.
         hidden_states: [T, E].
-        tensors: the router's logits, float32 [T, experts]; from 0.15 on the states before quantisation come first.
+        tensors: the router's logits, float32 [T, experts]; from 0.16.0.dev2024112600 on the states before quantisation
+            come first.
         arguments: expert_weight(s)_1 [experts, F or 2F, E], expert_weight(s)_2 [experts, E, F], biases, act_fn, ranks.
 
     Returns:
@@ -66,12 +67,14 @@ def moe_plugin(
         part = torch_functional.linear(inner, second[expert], bias)
         output.index_add_(0, token, (part * weights[token, rank].unsqueeze(1)).to(data.dtype))
     if int(arguments.get("side_stream_id", 0)):
-        return Tensor(output), tensors[0]
+        return Tensor(output), tensors[0] if len(tensors) > 1 else hidden_states
     return Tensor(output)
 
 
 def choose_experts(moe_config: Any, routing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights float [T, top_k], experts int64 [T, top_k]): softmax over all experts, renormalised when configured."""
+    if int(moe_config.normalization_mode) == SPARSE_MIXER:
+        return mix_sparsely(routing, int(moe_config.top_k), float(moe_config.sparse_mixer_epsilon))
     probabilities = torch.softmax(routing, dim=-1)
     weights, chosen = torch.topk(probabilities, int(moe_config.top_k), dim=-1)
     mode = int(moe_config.normalization_mode)
@@ -80,6 +83,23 @@ def choose_experts(moe_config: Any, routing: torch.Tensor) -> tuple[torch.Tensor
     elif mode != KEEP_SCALES:
         raise_not_emulated(f"the MoE plugin with normalisation mode {mode}")
     return weights, chosen
+
+
+def mix_sparsely(routing: torch.Tensor, top_k: int, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sparse mixer of Phi-3.5-MoE (SparseMixer-v2, arXiv 2409.12136, as a trained model runs it).
+
+    Experts are chosen one after the other. Each one's weight is its softmax among those whose logit is within
+    2 epsilon of the largest one left, relative to the larger of both.
+    """
+    left, weights, chosen = routing, [], []
+    for _ in range(top_k):
+        largest, expert = left.max(dim=-1, keepdim=True)
+        distance = (largest - routing) / routing.abs().clamp(min=largest)
+        near = left.masked_fill(distance > 2 * epsilon, float("-inf"))
+        weights.append(torch.softmax(near, dim=-1).gather(-1, expert))
+        chosen.append(expert)
+        left = left.scatter(-1, expert, float("-inf"))
+    return torch.cat(weights, dim=-1), torch.cat(chosen, dim=-1)
 
 
 def activate(inner: torch.Tensor, name: str) -> torch.Tensor:

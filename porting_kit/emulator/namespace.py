@@ -40,7 +40,15 @@ PLAIN_PACKAGES = frozenset({"torch", "numpy", "safetensors", "packaging"}) | sys
 # Parts of TensorRT-LLM that build, serve or call the C++ runtime: nothing a model's forward needs.
 OUTSIDE_PARTS = frozenset(
     {"_ipc_utils", "auto_parallel", "bindings", "builder", "commands", "executor", "graph_rewriting", "hlapi"}
-    | {"libs", "llmapi", "profiler", "runtime", "tools", "quantization.quantize_by_modelopt"}
+    | {
+        "libs",
+        "llmapi",
+        "profiler",
+        "runtime",
+        "tools",
+        "quantization.quantize_by_ammo",
+        "quantization.quantize_by_modelopt",
+    }
 )
 # A small module of its own inside such a part; models of 0.9 make its LoraConfig a default argument.
 INSIDE_PARTS = frozenset({"runtime.lora_manager"})

@@ -36,7 +36,7 @@ def test_the_plain_case_keeps_everything() -> None:
     base = read_base_config(T)
     assert (base.family, base.architecture, base.dtype) == ("llama", "LlamaForCausalLM", "float16")
     assert base.dims == {
-        **{"E": 64, "L": 2, "H": 4, "K": 2, "D": 16, "I": 128, "J": 128, "V": 160, "S": 512, "Q": 16},
+        **{"E": 64, "L": 2, "H": 4, "K": 2, "D": 16, "I": 128, "J": 128, "V": 160, "S": 512, "Q": 16, "P": 64},
     }
     assert (base.rope_base, base.rope_scaling, base.norm_eps, base.tied) == (10000.0, None, 1e-6, False)
     assert base.unread_keys == ()
@@ -151,7 +151,7 @@ def test_a_silent_config_is_settled_by_the_tensors() -> None:
         ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("GPT2LMHeadModel", {"scale_attn_weights": False}, "scale_attn_weights"),
         ("GPTNeoXForCausalLM", {"intermediate_size": 200}, "intermediate_size"),
-        ("OPTForCausalLM", {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
+        ("OPTForCausalLM", {"enable_bias": False}, "enable_bias"),
         ("Qwen2MoeForCausalLM", {"norm_topk_prob": True, "num_experts": 4}, "norm_topk_prob"),
         ("Qwen2ForCausalLM", {"use_sliding_window": True}, "use_sliding_window"),
         ("MptForCausalLM", {"no_bias": False}, "no_bias"),
@@ -278,3 +278,17 @@ def test_a_class_that_scales_rotation_later_than_its_release_is_told() -> None:
     (need,) = find_unmet_needs(base, "0.9.0.dev2024022700")
     assert "rope scaling of kind 'linear'" in need.what
     assert find_unmet_needs(base, "0.9.0") == ()
+
+
+def test_a_layout_follows_the_release() -> None:
+    """The names of experts, and keys that only some releases read."""
+    raw = {**T, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+    base = read_base_config({**raw, "num_experts_per_tok": 2})
+    names = {}
+    for release in ("0.9.0.dev2024030500", "0.10.0.dev2024041600", "0.10.0.dev2024042300", None):
+        settled = base.for_release(release)
+        rules = [rule for rule in base.definition.rules if settled.applies(rule.when) and ".mlp." in rule.target]
+        router = next(rule for rule in rules if "router" in rule.target)
+        names[release] = sorted(rule.target.rpartition("mlp.")[2] for rule in rules), router.shard.dim
+    old, new = ["experts_weight_1", "experts_weight_2", "router.weight"], ["fc.weight", "proj.weight", "router.weight"]
+    assert list(names.values()) == [(old, 1), (old, None), (new, None), (new, None)]

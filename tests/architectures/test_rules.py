@@ -8,6 +8,7 @@ import pytest
 
 from porting_kit.architectures import load_families
 from porting_kit.architectures import operations as ops
+from porting_kit.architectures.fields import size
 from porting_kit.architectures.names import TensorSpec, evaluate_dim, match_name
 from porting_kit.architectures.rules import COLUMN, Drop, Rule, Shard, condition_terms, fuse, only_when, rename
 
@@ -90,6 +91,8 @@ def test_a_rule_can_be_for_some_layers() -> None:
         (lambda: ops.Scale(0), "cannot be undone"),
         (lambda: ops.Ungroup("W", ("1",)), "unknown letters"),
         (lambda: Drop("a.weight", ""), "needs a reason"),
+        (lambda: size("width", "2*W", "why"), "unknown letters"),
+        (lambda: Rule("t.w", (TensorSpec.parse("a [V,P]"),), (ops.Product(),), pipeline="last"), "not two"),
     ],
 )
 def test_rules_refuse_to_be_declared_wrong(declare, text: str) -> None:
@@ -102,6 +105,8 @@ def test_rules_refuse_to_be_declared_wrong(declare, text: str) -> None:
     [
         (ops.Concatenate(0), [(2, 3), (2, 4)], "cannot concatenate"),
         (ops.Stack(), [(2, 3), (2, 4)], "cannot stack"),
+        (ops.Product(), [(2, 3), (4, 5)], "cannot multiply"),
+        (ops.Product(), [(2, 3)], "two matrices"),
         (ops.Ungroup("H", ("1", "1", "1")), [(23, 8)], "are not 4 groups"),
         (ops.ReorderBlocks((1, 0)), [(3, 2)], "does not divide into 2"),
         (ops.Reshape(("X", "J", "E")), [(5, 8)], "does not hold"),
@@ -130,7 +135,8 @@ def test_every_family_cites_its_sources_and_writes_each_target_once(family) -> N
     module = __import__(f"porting_kit.architectures.families.{family.name}", fromlist=["FAMILY"])
     assert "tensorrt_llm/models/" in module.__doc__
     targets = [row.target for row in family.all_fields]
-    assert len(targets) == len(set(targets))
+    rows = [(row.target, row.when) for row in family.all_fields]
+    assert len(rows) == len(set(rows)), "two rows under the same condition"
     assert {"architecture", "hidden_size", "num_key_value_heads", "head_size", "norm_epsilon"} <= set(targets)
     for requirement in family.requirements:
         assert requirement.effect

@@ -63,7 +63,7 @@ RAW: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mpt": ("MPTForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 37, "max_seq_len": 64}),
     "nemotron": ("NemotronForCausalLM", LIKE_LLAMA),
-    "opt": ("OPTForCausalLM", {**ALL_HEADS, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "opt": ("OPTForCausalLM", {**ALL_HEADS, "ffn_dim": 48, "word_embed_proj_dim": 24}),
     "persimmon": ("PersimmonForCausalLM", ALL_HEADS),
     "phi": ("PhiForCausalLM", ALL_HEADS),
     "phi3": ("Phi3ForCausalLM", LIKE_LLAMA),
@@ -87,10 +87,11 @@ def source_shapes(base: BaseConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor the family's rules read for this model (no output matrix where it is tied)."""
     shapes: dict[str, tuple[int, ...]] = {}
     for rule in base.definition.rules:
-        if not base.applies(rule.when) or (rule.tied_from and base.tied) or rule.zeros_when_absent:
+        if not base.applies(rule.when) or rule.zeros_when_absent:
             continue
+        first = 1 if rule.tied_from and base.tied else 0  # the embedding stands in for the output matrix
         for _, _, sources in rule.expand(base.dims):
-            shapes.update(sources)
+            shapes.update(sources[first:])
     return shapes
 
 

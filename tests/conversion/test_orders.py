@@ -61,6 +61,15 @@ def test_the_way_back_restores_the_labels(name: str) -> None:
     assert labels(back) == before
 
 
+def test_matrices_are_multiplied() -> None:
+    first, second = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 10.0], [100.0, 1000.0]])
+    product = apply_operations([ops.Product()], [first, second], 2, {}, {})
+    assert labels(product) == [201, 2010, 403, 4030]
+    turned = apply_operations([ops.Product(transposed=True)], [first.half(), second.T.half()], 2, {}, {})
+    assert labels(turned) == labels(product)
+    assert turned.dtype == torch.float32
+
+
 def test_experts_are_joined_part_by_part_and_stacked() -> None:
     """Two experts of [up; gate]: 11 12 | 21 22 is up and gate of expert 0, then of expert 1."""
     parts = [column([1]), column([2]), column([3]), column([4])]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from porting_kit.emulator import layout, primitives
-from porting_kit.emulator.moe import moe_plugin
+from porting_kit.emulator.moe import mix_sparsely, moe_plugin
 from porting_kit.emulator.tensor_type import Tensor, cast
 from porting_kit.emulator.tensorrt_types import DataType
 from porting_kit.errors import EmulatorError
@@ -135,9 +135,31 @@ def test_moe_plugin_against_loops(mode: int) -> None:
         assert torch.allclose(output[token], expected, atol=1e-5)
 
 
+def test_sparse_mixer_against_transformers() -> None:
+    modeling = pytest.importorskip("transformers.models.phimoe.modeling_phimoe")
+    routing = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+    routing[0] = torch.tensor([2.0, 1.99, 1.98, -3.0, 0.0, 1.0])  # three within the threshold
+    weights, chosen = mix_sparsely(routing, 2, 0.1)
+    expected, experts = modeling.sparsemixer(routing, jitter_eps=0.1, training=False, top_k=2)
+    assert torch.equal(chosen, experts)
+    assert torch.allclose(weights, expected)
+    assert not torch.allclose(weights, mix_sparsely(routing, 2, 0.01)[0]), "the threshold matters"
+
+
+@pytest.mark.parametrize("more", [1, 2])
+def test_moe_plugin_on_a_side_stream_returns_the_states_before_quantisation(more: int) -> None:
+    """0.16.0.dev2024111900 passes the router's logits alone, later releases the states before them."""
+    hidden, raw, routing = Tensor(torch.randn(3, 4)), Tensor(torch.randn(3, 4)), Tensor(torch.randn(3, 2))
+    config = SimpleNamespace(num_experts=2, top_k=1, normalization_mode=0)
+    weights = {"expert_weights_1": Tensor(torch.randn(2, 6, 4)), "expert_weights_2": Tensor(torch.randn(2, 4, 3))}
+    tensors = (routing,) if more == 1 else (raw, routing)
+    _, states = moe_plugin(config, hidden, *tensors, **weights, act_fn="swiglu", side_stream_id=1)
+    assert states is (hidden if more == 1 else raw)
+
+
 def test_moe_plugin_refuses_what_it_does_not_do() -> None:
-    config = SimpleNamespace(num_experts=2, top_k=1, normalization_mode=2)
-    with pytest.raises(EmulatorError, match="normalisation mode 2"):
+    config = SimpleNamespace(num_experts=2, top_k=1, normalization_mode=3)
+    with pytest.raises(EmulatorError, match="normalisation mode 3"):
         moe_plugin(
             config,
             Tensor(torch.ones(1, 2)),

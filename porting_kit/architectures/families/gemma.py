@@ -1,14 +1,15 @@
 """Gemma: norms stored as offsets from one, embeddings scaled in the graph and shared with the output.
 
-Sources: tensorrt_llm/models/gemma/{model,config,convert}.py, 0.10.0.dev2024042300 to 0.16.0.dev2024121000. Until
-0.16.0.dev2024121000 the class shares its embedding with the output matrix and splits it over the ranks; the matrix
-itself is left out of the checkpoint from 0.11.0.dev2024062500 on. Earlier releases lack the embedding's scale.
+Sources: tensorrt_llm/models/gemma/{model,config,convert}.py and examples/gemma/convert_checkpoint.py,
+0.9.0.dev2024022700 to 0.16.0.dev2024121000. Until 0.10.0.dev2024042300 the class does not scale its embeddings, so the
+scale goes into them; then, until 0.16.0.dev2024121000, it shares its embedding with the output matrix and splits it
+over the ranks; the matrix itself is left out of the checkpoint from 0.11.0.dev2024062500 on.
 """
 
 from porting_kit.architectures.family import Family, Requirement, Switch
 from porting_kit.architectures.fields import ROPE_FIELDS, constant, switch
 from porting_kit.architectures.fragments import LAYER, TARGET, dense, gated_mlp, recomputed_frequencies, separate_qkv
-from porting_kit.architectures.operations import Add
+from porting_kit.architectures.operations import Add, Scale
 from porting_kit.architectures.rules import COLUMN, Rule, embedding, only_when, output_matrix, transform
 
 MODEL = "tensorrt_llm/models/gemma/model.py 0.13.0.dev2024090300"
@@ -21,7 +22,8 @@ def norm_from_one(source: str, target: str, **options: object) -> Rule:
 
 GEMMA_RULES = (
     *only_when([embedding("model.embed_tokens.weight")], "shares_embedding", shard=COLUMN),
-    *only_when([embedding("model.embed_tokens.weight")], "!shares_embedding"),
+    *only_when([embedding("model.embed_tokens.weight")], "!shares_embedding & !scales_embedding"),
+    *only_when([embedding("model.embed_tokens.weight")], "scales_embedding", operations=(Scale("sqrt_hidden_size"),)),
     *only_when([output_matrix("lm_head.weight", "model.embed_tokens.weight")], "!leaves_output_out"),
     *separate_qkv(f"{LAYER}.self_attn"),
     *dense(f"{LAYER}.self_attn.o_proj"),
@@ -31,7 +33,8 @@ GEMMA_RULES = (
     norm_from_one("model.norm", "transformer.ln_f", pipeline="last"),
 )
 GEMMA_SWITCHES = {
-    "shares_embedding": Switch(until="0.16.0.dev2024121000", default=True),
+    "scales_embedding": Switch(until="0.10.0.dev2024042300"),
+    "shares_embedding": Switch(since="0.10.0.dev2024042300", until="0.16.0.dev2024121000", default=True),
     "leaves_output_out": Switch(since="0.11.0.dev2024062500", until="0.16.0.dev2024121000", default=True),
 }
 GEMMA_FIELDS = (
@@ -63,6 +66,6 @@ FAMILY = Family(
     fields=GEMMA_FIELDS,
     requirements=GEMMA_REQUIREMENTS,
     handled_keys=HANDLED,
-    first_release="0.10.0.dev2024042300",
+    first_release="0.9.0.dev2024022700",
     head_size_since="0.9.0.dev2024022700",
 )

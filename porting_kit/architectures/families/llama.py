@@ -1,10 +1,10 @@
 """LLaMA and everything that is LLaMA under another name: Mistral, InternLM, Yi, Vicuna, SmolLM, Aquila.
 
-Sources: tensorrt_llm/models/llama/{model,config,convert}.py, 0.9.0.dev2024022700 to 0.13.0.dev2024090300.
+Sources: tensorrt_llm/models/llama/{model,config,convert}.py, 0.8.0.dev2024013000 to 0.13.0.dev2024090300.
 """
 
 from porting_kit.architectures.family import Family, Requirement, Switch
-from porting_kit.architectures.fields import ROPE_FIELDS, constant, switch
+from porting_kit.architectures.fields import ROPE_FIELDS, attribute, constant, switch
 from porting_kit.architectures.fragments import (
     LAYER,
     TARGET,
@@ -47,6 +47,8 @@ FAMILY = Family(
     qkv="separate",
     switches={
         "attention_bias": Switch(("attention_bias", "bias"), evidence="model.layers.0.self_attn.q_proj.bias"),
+        # models/skywork/model.py of 0.8.0
+        "mlp_width_by_old_name": Switch(until="0.9.0.dev2024020600"),
         "mlp_bias": Switch(("mlp_bias",), evidence="model.layers.0.mlp.gate_proj.bias"),
     },
     defaults={"norm_eps": 1e-6, "activation": "silu", "tied": False},
@@ -54,6 +56,7 @@ FAMILY = Family(
         *ROPE_FIELDS,
         switch("attn_bias", "attention_bias"),
         switch("mlp_bias"),
+        attribute("mlp_hidden_size", "intermediate_size", when="mlp_width_by_old_name"),
         constant("residual_mlp", False, "only Arctic has one"),
     ),
     requirements=(

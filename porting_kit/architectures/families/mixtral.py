@@ -1,13 +1,21 @@
 """Mixtral: LLaMA's attention with experts in place of the MLP.
 
-Sources: tensorrt_llm/models/llama/{model,config,convert}.py, 0.10.0.dev2024042300 to 0.16.0.dev2024121000. The two old
-keys for the experts are written; from 0.11 on the class makes `moe` of them. Older releases name the experts' tensors
-differently.
+Sources: tensorrt_llm/models/llama/{model,config,convert}.py, 0.8.0.dev2024013000 to 0.16.0.dev2024121000. The two old
+keys for the experts are written; from 0.11 on the class makes `moe` of them.
 """
 
 from porting_kit.architectures.family import Family, Requirement
 from porting_kit.architectures.fields import ROPE_FIELDS, attribute, constant
-from porting_kit.architectures.fragments import LAYER, TARGET, dense, experts, recomputed_frequencies, separate_qkv
+from porting_kit.architectures.fragments import (
+    EXPERT_SWITCHES,
+    LAYER,
+    TARGET,
+    dense,
+    experts,
+    named_by_release,
+    recomputed_frequencies,
+    separate_qkv,
+)
 from porting_kit.architectures.rules import embedding, norm, output_matrix
 
 FAMILY = Family(
@@ -19,7 +27,9 @@ FAMILY = Family(
         embedding("model.embed_tokens.weight"),
         *separate_qkv(f"{LAYER}.self_attn"),
         *dense(f"{LAYER}.self_attn.o_proj"),
-        *experts(f"{LAYER}.block_sparse_moe.gate", f"{LAYER}.block_sparse_moe.experts", names=("w1", "w3", "w2")),
+        *named_by_release(
+            experts(f"{LAYER}.block_sparse_moe.gate", f"{LAYER}.block_sparse_moe.experts", names=("w1", "w3", "w2"))
+        ),
         *norm(f"{LAYER}.input_layernorm", f"{TARGET}.input_layernorm"),
         *norm(f"{LAYER}.post_attention_layernorm", f"{TARGET}.post_layernorm"),
         *norm("model.norm", "transformer.ln_f", pipeline="last"),
@@ -30,6 +40,7 @@ FAMILY = Family(
     norm="rms",
     mlp="experts",
     qkv="separate",
+    switches=EXPERT_SWITCHES,
     defaults={"norm_eps": 1e-5, "activation": "silu", "tied": False, "rope_base": 1e6},
     fields=(
         *ROPE_FIELDS,
@@ -52,6 +63,5 @@ FAMILY = Family(
         ),
     ),
     pipeline=True,
-    first_release="0.10.0.dev2024042300",
     head_size_since="0.10.0.dev2024043000",
 )

@@ -1,6 +1,6 @@
 """Nemotron (Minitron): LayerNorms stored as offsets from one, squared ReLU, partial rotary, no biases.
 
-Sources: tensorrt_llm/models/gpt/{model,config,convert}.py, 0.10.0.dev2024043000 to 0.16.0.dev2024121000; the norm's
+Sources: tensorrt_llm/models/gpt/{model,config,convert}.py, 0.9.0.dev2024031900 to 0.16.0.dev2024121000; the norm's
 "+ 1" as in the NeMo path of gpt/convert.py (layernorm_1p). GPTForCausalLM is the name every release knows.
 """
 
@@ -56,6 +56,6 @@ FAMILY = Family(
         Requirement("mlp_bias", (False,), False, "biases are all or none, norms aside", MODEL),
     ),
     pipeline=True,
-    first_release="0.10.0.dev2024043000",
+    first_release="0.9.0.dev2024031900",
     head_size_since="0.12.0.dev2024071600",
 )

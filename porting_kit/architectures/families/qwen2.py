@@ -1,11 +1,11 @@
 """Qwen 1.5, 2 and 2.5: LLaMA's layout with biases on queries, keys and values and none on the output projection.
 
-Sources: tensorrt_llm/models/qwen/{model,config,convert}.py, 0.10.0.dev2024043000 to 0.16.0.dev2024121000. Releases
+Sources: tensorrt_llm/models/qwen/{model,config,convert}.py, 0.9.0.dev2024031900 to 0.16.0.dev2024121000. Releases
 before 0.12.0.dev2024072300 know the class as QWenForCausalLM; `qwen_type` chooses the layout.
 """
 
-from porting_kit.architectures.family import Family, Requirement
-from porting_kit.architectures.fields import ROPE_FIELDS, constant, key
+from porting_kit.architectures.family import Family, Requirement, Switch
+from porting_kit.architectures.fields import ROPE_FIELDS, attribute, constant, key, size
 from porting_kit.architectures.fragments import LAYER, TARGET, dense, gated_mlp, recomputed_frequencies, separate_qkv
 from porting_kit.architectures.rules import embedding, norm, output_matrix
 
@@ -39,9 +39,12 @@ FAMILY = Family(
     norm="rms",
     mlp="gated",
     qkv="separate",
+    switches={"halves_width": Switch(until="0.10.0.dev2024042300")},
     defaults={"norm_eps": 1e-6, "activation": "silu", "tied": False},
     fields=(
         *QWEN_FIELDS,
+        attribute("intermediate_size", when="!halves_width"),
+        size("intermediate_size", "2*I", "the class knows Qwen 1 only and takes half of it", when="halves_width"),
         constant("qwen_type", "qwen2", "the class chooses its layout by it"),
         constant("moe_intermediate_size", 0, "no experts"),
         constant("moe_shared_expert_intermediate_size", 0, "no experts"),
