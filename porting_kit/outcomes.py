@@ -49,7 +49,7 @@ class StepOutcome:
         summary: one sentence that a reader understands without the figures.
         covered: what the verdict covered.
         figures: numbers and short texts, JSON-serialisable.
-        products: file names relative to the step's folder.
+        products: file names relative to the run folder.
         inputs: name -> SHA-256 of everything the step read (see `run_folder`).
         seconds: wall time.
         failing_gate: the name of the gate that failed, None when none did.

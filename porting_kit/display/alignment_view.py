@@ -78,7 +78,7 @@ def divergence_facts(alignment: Document) -> Facts:
         ("prompt", first["prompt"]),
         ("position", first["position"]),
         ("phase", first["phase"]),
-        ("proposed by", first["proposed_by"]),
+        ("proposed by", _name_proposer(first["proposed_by"])),
         ("emitted token", first["emitted"]),
         ("the base prefers", first["preferred"]),
         ("margin (logits)", first["margin"]),
@@ -223,6 +223,12 @@ def runs_table(alignment: Document) -> Table:
     """The decode runs that were compared with each other."""
     rows = [(name, run.get("tokens_per_step"), run.get("seconds")) for name, run in alignment["runs"].items()]
     return Table(("run", "tokens per step", "seconds"), rows, title="Runs")
+
+
+def _name_proposer(proposer: str | None) -> str | None:
+    """The document counts heads from 0, as the tensors do; tables and plots from 1, as depths are counted."""
+    head = (proposer or "").removeprefix("head ")
+    return f"head {int(head) + 1} (tensors medusa_heads.{head})" if head.isdigit() else proposer
 
 
 def _scientific(value: float | None) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from porting_kit.display.tables import Code, Facts, Folded, Preformatted, Stack, Table, VerdictMark
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict, not_covered
+from porting_kit.steps.preflight import describe_pin
 
 LONG_VALUE = 60
 APPROXIMATE = "approximate fit"
@@ -217,9 +218,10 @@ def flags_table(flags: Iterable[Any]) -> Table:
 
 
 def pin_facts(pin: Any) -> Facts:
-    """Which release range to build with, and the others."""
+    """Which release range to build with, and the others; says so when none takes the model as it is."""
     others = [f"{item.facts.name}: {len(item.refused)} refused, {len(item.silent)} silent" for item in pin.others[:4]]
-    return Facts([("release", pin.candidate.facts.name), ("why", pin.reason), ("others", others)], title="Release")
+    release = pin.candidate.facts.name if pin.usable else "none takes the model as it is"
+    return Facts([("release", release), ("why", describe_pin(pin)), ("others", others)], title="Release")
 
 
 def _as_dict(row: Any) -> Mapping[str, Any]:

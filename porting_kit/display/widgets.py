@@ -26,10 +26,10 @@ from porting_kit.steps.context import PortRun, open_port_run
 
 FORM_FIELDS = (
     ("dtype", "number format of the checkpoint"),
-    ("kernel", "whose attention arithmetic is emulated"),
-    ("fit", "transforms that make the model fit the kernels"),
-    ("engine", "what runs the port"),
-    ("tree", "the draft tree"),
+    ("kernel", "whose attention arithmetic: exact, a release's with its faults, or the real kernel (xqa, on a GPU)"),
+    ("fit", "transforms that make the model fit the kernels; auto chooses them"),
+    ("engine", "what is checked: the emulator's tokens, or captured ones of an engine"),
+    ("tree", "the draft tree: auto, a name, a file or a list of paths"),
     ("target.max_batch_size", "requests at once"),
     ("target.max_seq_len", "tokens, prompt and output"),
     ("target.tp_size", "tensor-parallel ranks"),
@@ -228,7 +228,7 @@ class PortForm:
         import ipywidgets
 
         wide = {"style": {"description_width": "13em"}, "layout": ipywidgets.Layout(width="34em")}
-        for name, _ in FORM_FIELDS:
+        for name, meaning in FORM_FIELDS:
             value, options = self._value(name), _options(name)
             if options and not isinstance(value, list):
                 known = list(dict.fromkeys([*options, value]))
@@ -237,12 +237,16 @@ class PortForm:
                 widget = ipywidgets.BoundedIntText(value=value, min=1, max=1 << 20, description=name, **wide)
             else:
                 widget = ipywidgets.Text(value=_as_text(value), description=name, continuous_update=False, **wide)
+            widget.tooltip = meaning
             widget.observe(lambda change, name=name: self._choose(name, change["new"]), names="value")
             self.inputs[name] = widget
         save = ipywidgets.Button(description="Save as port file", layout=ipywidgets.Layout(width="13em"))
         save.on_click(lambda _: self._save_clicked())
         self._saved_view = ipywidgets.HTML()
-        hint = ipywidgets.HTML("Choose, then run the cells below. Save to use the choice in the other notebooks.")
+        hint = ipywidgets.HTML(
+            "Choose, then run the cells below; the table says what each field means. Save to use the choice in the "
+            "other notebooks."
+        )
         self.box = ipywidgets.VBox([hint, *self.inputs.values(), save, self._saved_view])
 
     def _choose(self, name: str, value: Any) -> None:

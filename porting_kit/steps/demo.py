@@ -3,7 +3,7 @@
 On the kernels of TensorRT-LLM 0.11.0.dev2024062500, which take its head size and drop its ALiBi bias in the generation
 phase, the port builds, runs and is wrong; in exact arithmetic the same port says what its base says; and fitted to
 those kernels it says so on them too. That is the public question this project starts from (NVIDIA/TensorRT-LLM #1946),
-and its answer. The demo fails when one of the three does not come out so.
+and a cause that is enough to explain it. The demo fails when one of the three does not come out so.
 """
 
 from __future__ import annotations

@@ -338,6 +338,23 @@ def _judge(gates: tuple[GateResult, ...], profile: KernelProfile, pin: Pin, fit:
     return StepOutcome("preflight", verdict, summary, figures=figures, failing_gate=worst.name)
 
 
+VALUE_COLUMNS = 48
+"""Longer values are cut in the terminal's table; `--json` has them whole."""
+
+
+def shorten(value: str) -> str:
+    """A value that fits its column, marked where it was cut."""
+    return value if len(value) <= VALUE_COLUMNS else f"{value[: VALUE_COLUMNS - 1]}…"
+
+
+def describe_pin(pin: Pin) -> str:
+    """Which release to build with, in one line; plain about it when none takes the model as it is."""
+    if pin.usable:
+        return pin.reason
+    gate = (*pin.candidate.refused, *pin.candidate.silent)[0]
+    return f"none takes the model as it is. Nearest: {pin.reason}. To mend it: {gate.remedy}"
+
+
 ADVISORY_GATES = ("dtype", "lengths", "batch", "pipeline parallel")
 """Silent gates that warn: what they say may or may not happen, and the align step can tell."""
 
@@ -347,15 +364,17 @@ def format_preflight(result: PreflightResult) -> str:
     rows = [("gate", "value", "verdict", "remedy")]
     rows += [(gate.name, gate.value, gate.verdict, gate.remedy or "") for gate in result.gates]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    widths[1] = min(widths[1], 48)
+    widths[1] = min(widths[1], VALUE_COLUMNS)
     lines = [
-        f"{row[0]:<{widths[0]}}  {row[1][: widths[1]]:<{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]}".rstrip()
+        f"{row[0]:<{widths[0]}}  {shorten(row[1]):<{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]}".rstrip()
         for row in rows
     ]
     for warning in result.heads.warnings:
         lines.append(f"warning: {warning}")
     if result.fit is not None and result.fit.steps:
         lines.append(f"fit: {result.fit}")
-    lines.append(f"release to build with: {result.pin.reason}")
+    lines.append(f"release to build with: {describe_pin(result.pin)}")
+    if result.target_release is None:
+        lines.append("kernels: not judged, for no release is named; name one with -p kernel=release:<release>")
     lines.append(f"preflight: {result.outcome.verdict.value} - {result.outcome.summary}")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from porting_kit.errors import PortingKitError, VerdictFailed
 from porting_kit.outcomes import StepOutcome, Verdict
@@ -32,9 +32,6 @@ from porting_kit.steps.notebook_run import (
     mark_notebook,
 )
 from porting_kit.steps.report import combine_outcomes, write_report
-
-if TYPE_CHECKING:
-    pass
 
 KERNEL = "python3"
 REPORT_STEP = STEPS[-1]

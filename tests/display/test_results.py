@@ -1,7 +1,10 @@
 """The steps' results as tables: what needs the reader comes first, and nothing is left out."""
 
+from pathlib import Path
+
 import pytest
 
+from porting_kit.display.alignment_view import divergence_facts
 from porting_kit.display.results import (
     accounting_table,
     coverage_table,
@@ -9,12 +12,16 @@ from porting_kit.display.results import (
     field_table,
     gates_table,
     outcome_facts,
+    pin_facts,
     steps_table,
     tensor_table,
 )
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.patching.edits import Edit
 from porting_kit.releases.kernels import GateResult
+from porting_kit.releases.pinning import pin_release
+from porting_kit.releases.shape import AttentionShape
+from porting_kit.steps.preflight import VALUE_COLUMNS, check_port_file, format_preflight, shorten
 
 
 def test_gates_that_need_something_come_first_and_the_rest_is_folded():
@@ -73,3 +80,40 @@ EDIT = Edit("Layer", "forward", 3, "signature", ("a=None",))
 @pytest.mark.parametrize(("edits", "said"), [((), "already passes"), ((EDIT,), "a=None")])
 def test_edits_are_listed_or_said_to_be_none(edits, said):
     assert said in str(edits_table(edits))
+
+
+LLAMA = AttentionShape(head_size=128, query_heads=32, kv_heads=32, dtype="float16", compute_capability=90)
+BLOOM = AttentionShape(128, 32, 32, "float16", position_kind="alibi", compute_capability=90)
+DEMO_PORT = Path(__file__).parents[2] / "notebooks" / "ports" / "bloom-mini.yaml"
+NONE_TAKES_IT = "none takes the model as it is"
+
+
+def test_a_release_is_named_only_where_one_takes_the_model():
+    assert NONE_TAKES_IT not in str(pin_facts(pin_release(LLAMA)))
+    bloom = str(pin_facts(pin_release(BLOOM)))
+    assert NONE_TAKES_IT in bloom
+    assert "fold_alibi" in bloom, "what would mend it"
+
+
+def test_preflight_in_a_terminal_says_when_no_kernel_was_judged():
+    text = format_preflight(check_port_file(DEMO_PORT))
+    assert "kernels: not judged" in text
+    assert f"release to build with: {NONE_TAKES_IT}" in text
+    judged = format_preflight(check_port_file(DEMO_PORT, overrides={"kernel": "release:0.13.0", "fit": "auto"}))
+    assert "not judged" not in judged
+    assert NONE_TAKES_IT not in judged
+
+
+def test_a_value_that_was_cut_is_marked():
+    assert shorten("a" * VALUE_COLUMNS) == "a" * VALUE_COLUMNS
+    assert shorten("a" * (VALUE_COLUMNS + 1)) == "a" * (VALUE_COLUMNS - 1) + "…"
+
+
+@pytest.mark.parametrize(
+    ("proposer", "shown"), [("head 0", "head 1 (tensors medusa_heads.0)"), ("base", "base"), (None, None)]
+)
+def test_heads_are_counted_from_one_where_a_reader_looks(proposer, shown):
+    names = ("prompt", "position", "phase", "emitted", "preferred", "margin")
+    first = {**dict.fromkeys(names, 1), "kind": "wrong", "proposed_by": proposer}
+    pairs = dict(divergence_facts({"rows": [], "first_divergence": first}).pairs)
+    assert pairs.get("proposed by") == shown

@@ -87,6 +87,13 @@ def test_every_literal_of_the_port_file_is_offered(make_form):
     assert {"emulator", "tensorrt_llm", "captured"} <= set(form.inputs["engine"].options)
 
 
+def test_every_input_says_what_it_means(make_form):
+    form = make_form()
+    meanings = {name: widget.tooltip for name, widget in form.inputs.items()}
+    assert len(set(meanings.values())) == len(meanings) == len(form.table().parts[0].rows)
+    assert all(meaning in str(form.table().to_html()) for meaning in meanings.values() if "'" not in meaning)
+
+
 def test_a_choice_the_port_file_cannot_take_is_refused_when_it_is_used(make_form):
     form = make_form()
     form.inputs["engine"].value = "captured"
