@@ -19,6 +19,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    StrictInt,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -130,7 +131,7 @@ class Port(_Section):
     dtype: Dtype = "float16"
     heads: Heads
     trtllm: TensorRTLLM = TensorRTLLM()
-    tree: str | list[list[int]] = "auto"
+    tree: str | list[list[StrictInt]] = "auto"
     target: Target = Target()
     fit: Literal["auto", "off"] | list[str] = "off"
     kernel: str = "exact"

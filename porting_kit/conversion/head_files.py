@@ -79,5 +79,36 @@ def read_head_config(folder: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise HeadsError("the heads' config.json is not JSON", found=error, where=file) from None
-    keys = (*COUNT_KEYS, *LAYER_KEYS, "base_model_name_or_path", "truncated_vocab_size", "vocab_size", "model_type")
+    if not isinstance(config, dict):
+        raise HeadsError(
+            "the heads' config.json is no mapping of names to values",
+            expected='{"medusa_num_heads": 4, ...}, or no config.json at all',
+            found=type(config).__name__,
+            where=file,
+            next_step="restore the file that came with the heads, or delete it: the tensors are counted",
+        )
+    config = {**config, **_nested_counts(config)}
+    sizes = (*COUNT_KEYS, *LAYER_KEYS, "truncated_vocab_size", "vocab_size")
+    wrong = [f"{key}: {config[key]!r}" for key in sizes if not _is_count(config.get(key))]
+    if wrong:
+        raise HeadsError(
+            "the heads' config.json states sizes that are no whole numbers",
+            expected="whole numbers",
+            where=file,
+            items=wrong,
+            next_step="correct the values, or delete the keys: the tensors are counted",
+        )
+    keys = (*sizes, "base_model_name_or_path", "model_type", "original_lm_head")
     return {key: config[key] for key in keys if key in config}
+
+
+def _nested_counts(config: dict[str, Any]) -> dict[str, Any]:
+    """ModelOpt keeps the counts in a section of the base's config (modelopt/torch/speculative/plugins, 0.29)."""
+    section = config.get("medusa")
+    return (
+        {key: section[key] for key in (*COUNT_KEYS, *LAYER_KEYS) if key in section} if isinstance(section, dict) else {}
+    )
+
+
+def _is_count(value: object) -> bool:
+    return value is None or (type(value) is int and value >= 0)

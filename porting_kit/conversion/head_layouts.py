@@ -1,9 +1,11 @@
 """The layouts in which Medusa heads are published, as patterns over tensor names.
 
-Sources: FasterDecoding/Medusa medusa/model/medusa_model.py (original, merged); tensorrt_llm/models/medusa/weight.py
-0.13.0.dev2024090300 (the ModelOpt prefix); vllm-project/vllm vllm/model_executor/models/medusa.py; huggingface/
-text-generation-inference server/text_generation_server/layers/medusa.py (original names, no output matrix in its
-second version). Names are matched component by component: `1.0.linear.weight` is head 1, layer 0.
+Sources: FasterDecoding/Medusa medusa/model/medusa_model.py (original, merged); NVIDIA ModelOpt 0.15 to 0.41,
+modelopt/torch/speculative/plugins/transformers.py and export/mcore_hf_export_map.py, and tensorrt_llm/models/medusa/
+weight.py 0.13.0.dev2024090300 (the ModelOpt prefix); vllm-project/vllm vllm/model_executor/models/medusa.py;
+huggingface/text-generation-inference server/text_generation_server/layers/medusa.py (original, no output matrix in its
+second version). The original and ModelOpt build a head's residual layers as one block used several times, so that
+a file may hold the block once. Names are matched component by component: `1.0.linear.weight` is head 1, layer 0.
 """
 
 from __future__ import annotations
@@ -140,10 +142,17 @@ def _sort_names(layout: HeadLayout, names: Iterable[str]) -> HeadNames:
         else:
             others.append(name)
     for head, candidates in last_layers.items():
-        layers = [layer for h, layer in weights if h == head]
+        layers = sorted(layer for h, layer in weights if h == head)
         for number, name in candidates:
-            if head not in outputs and (number is None or number == (max(layers) + 1 if layers else number)):
+            # One block used several times is stored once: the output's number still counts its uses.
+            is_shared = layers == [0] and number is not None and number > 1
+            if head not in outputs and (
+                number is None or is_shared or number == (layers[-1] + 1 if layers else number)
+            ):
                 outputs[head] = name
+                for layer in range(1, number or 1) if is_shared else ():
+                    weights[head, layer] = weights[head, 0]
+                    biases |= {(head, layer): biases[head, 0]} if (head, 0) in biases else {}
             else:
                 others.append(name)
     return HeadNames(layout, weights, biases, outputs, tuple(extras), tuple(others))

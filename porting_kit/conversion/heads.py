@@ -7,7 +7,7 @@ module does not decide whether heads are any good (an offline acceptance check d
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +168,7 @@ def read_head_set(path: str | Path, *, use: int | None = None, check_values: boo
     path = Path(path)
     source, config = open_heads(path)
     names = match_layout(source.names(), path)
+    names, shares_base = _take_original_matrix(names, config)
     num_found, num_layers = _count(names, path)
     if use is not None and not 1 <= use <= num_found:
         raise HeadsError(
@@ -183,6 +184,10 @@ def read_head_set(path: str | Path, *, use: int | None = None, check_values: boo
     if names.layout.inside_base:
         config = {key: value for key, value in config.items() if key not in BASE_KEYS}
     warnings = _compare_config(config, num_found, num_layers, num_heads)
+    if shares_base:
+        warnings.append("the config says that the heads use the base's output matrix; the file's copy of it is left")
+    if len(set(names.weights.values())) < len(names.weights):
+        warnings.append(f"each head uses one residual block {num_layers} times")
     if missing := sum(origin is None for origin in origins.values()):
         warnings.append(f"{missing} residual layers have no bias; zeros are written")
     if vocab_size is None:
@@ -204,6 +209,13 @@ def read_head_set(path: str | Path, *, use: int | None = None, check_values: boo
     if not check_values:
         return heads
     return HeadSet(**{**heads.__dict__, "warnings": heads.warnings + heads.check_values()})
+
+
+def _take_original_matrix(names: HeadNames, config: dict[str, Any]) -> tuple[HeadNames, bool]:
+    """vLLM's `original_lm_head`: the first head's matrix, if any, is a copy of the base's and serves every head."""
+    if not config.get("original_lm_head") or set(names.outputs) - {0}:
+        return names, False
+    return replace(names, outputs={}), bool(names.outputs)
 
 
 def _count(names: HeadNames, where: Path) -> tuple[int, int]:

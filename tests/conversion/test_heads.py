@@ -288,7 +288,7 @@ def test_swapped_folders_are_told_apart(base: Path, tmp_path: Path) -> None:
     write_heads(tmp_path / "heads", head_tensors(2), stated)
     with pytest.raises(BaseModelError, match="holds Medusa heads only"):
         convert_checkpoint(tmp_path / "heads", tmp_path / "out", heads=base)
-    with pytest.raises(HeadsError, match="layout of the heads is not known"):
+    with pytest.raises(HeadsError, match="holds a base model and no Medusa heads"):
         read_head_set(base)
     heads = read_head_set(tmp_path / "heads")  # the stored path is noted, never followed
     assert heads.stated["base_model_name_or_path"] == "/data/exp/old_run"

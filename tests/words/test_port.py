@@ -149,3 +149,9 @@ def test_a_path_that_no_file_can_have(tmp_path, path):
 def test_an_override_inside_a_value_that_is_no_section(tmp_path):
     with pytest.raises(PortFileError, match="no section"):
         make_port(MINIMAL | {"target": 3}, {"target.tp_size": 2}, folder=tmp_path)
+
+
+@pytest.mark.parametrize("tree", [[[True]], [[0], ["1"]], [[0], [0.0]]])
+def test_a_rank_must_be_a_whole_number(tree: list) -> None:
+    with pytest.raises(PortFileError, match="unusable value for 'tree'"):
+        make_port({"name": "x", "base": "a", "heads": "b", "tree": tree}, folder=Path())
