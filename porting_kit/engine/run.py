@@ -21,23 +21,12 @@ from importlib import metadata
 from pathlib import Path
 
 from porting_kit.engine.command import CommandPlan
-from porting_kit.engine.messages import RecognisedMessage, recognise_messages
+from porting_kit.engine.messages import PHASES, VERSION_LINE, RecognisedMessage, recognise_messages
 from porting_kit.errors import EnvironmentMissing
 from porting_kit.outcomes import Verdict
 from porting_kit.releases.build_flags import compare_releases
 from porting_kit.releases.facts import find_release_facts
 
-# What the build prints as it goes (builder.py, commands/build.py, _common.py, 0.8 to 0.16), in that order.
-PHASES: tuple[tuple[str, str], ...] = (
-    ("library loaded", r"TensorRT-LLM version: "),
-    ("network made", r"Total time of constructing network"),
-    ("engine being built", r"Build TensorRT engine "),
-    ("engine built", r"Total time of building (?!all engines)"),
-    ("engine being written", r"Serializing engine to "),
-    ("engine written", r"Engine serialized\. "),
-    ("all engines built", r"Total time of building all engines"),
-)
-VERSION_LINE = re.compile(r"TensorRT-LLM version: (\S+)")
 STOP_GRACE_SECONDS = 10.0
 TAIL_LINES = 20
 

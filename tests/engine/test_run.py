@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from porting_kit.engine.command import CommandPlan, PlannedFlag
-from porting_kit.engine.messages import CATALOGUE, recognise_messages
 from porting_kit.engine.run import EngineEnvironment, find_environment, require_same_release, run_command
 from porting_kit.errors import EnvironmentMissing, PortFileError
 from porting_kit.outcomes import Verdict
@@ -198,44 +197,3 @@ def test_looking_for_the_library_imports_neither_it_nor_torch():
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-
-
-EXAMPLES = {
-    "no multi-query kernel": "Assertion failed: No available XQA kernels are found for speculative decoding mode.",
-    "query group": "Assertion failed: numQHeadsPerKV should be power of 2 for Medusa, mNumHeads=28, mNumKVHeads=4.",
-    "multi-block mode": "Assertion failed: Medusa doesn't support multi-block mode.",
-    "data type": "Speculative decoding mode doesn't support the data type or cross attention.",
-    "unpatched model": "TypeError: forward() got an unexpected keyword argument 'medusa_packed_mask'",
-    "activation scales": "RuntimeError: Required but not provided tensors:{'lm_head.activation_scaling_factor'}",
-    "missing tensors": "RuntimeError: Required but not provided tensors:{'medusa_heads.0.lm_head.weight'}",
-    "surplus tensors": "[W] Provided but not expected tensors: {'medusa_heads.0.lm_head.weight'}",
-    "shape mismatch": "AssertionError: The value updated is not the same shape as the original. Updated: (160, 64)",
-    "unknown architecture": "KeyError: 'MedusaBloomForCausalLM'",
-    "relative import": "ImportError: attempted relative import with no known parent package",
-    "unknown flag": "trtllm-build: error: unrecognized arguments: --max_output_len 64",
-    "context logits": "RuntimeError: Gather context logits is not support with draft len > 0.",
-    "engine without Medusa": 'AssertionError: "medusa_choice is specified but model_config.max_medusa_tokens is 0."',
-    "tree above the limit": "assert self.num_draft_tokens > 0 and self.num_draft_tokens <= self.max_draft_tokens",
-    "session": "AssertionError: Medusa is only supported by py_session",
-    "temperature": "AssertionError: Medusa should use temperature == 1.0",
-    "illegal memory access": "CUDA runtime error in cudaStreamSynchronize: an illegal memory access was encountered",
-    "device memory": "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-    "TensorRT library": "ImportError: libnvinfer.so.10: cannot open shared object file",
-    "no tensorrt_llm": "ModuleNotFoundError: No module named 'tensorrt_llm'",
-}
-
-
-def test_every_message_of_the_catalogue_has_an_example():
-    assert set(EXAMPLES) == {message.name for message in CATALOGUE}
-
-
-@pytest.mark.parametrize(("name", "line"), EXAMPLES.items())
-def test_messages_are_recognised_as_themselves(name, line):
-    (found,) = recognise_messages(["unrelated", line, line])
-    assert (found.message.name, found.line_number) == (name, 2)
-    assert found.message.cause
-    assert found.message.next_step
-
-
-def test_ordinary_lines_are_no_messages():
-    assert recognise_messages(RECORDED_LOG.splitlines()) == ()
