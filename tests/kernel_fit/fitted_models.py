@@ -28,15 +28,16 @@ PATHS = ((0,), (0, 1), (0, 2), (0, 1, 3))
 
 def shape_of(config: dict[str, Any], **more: Any) -> AttentionShape:
     """The attention shape of a checkpoint's config, as a half-precision engine has it."""
-    return AttentionShape(
-        head_size=config["head_size"],
-        query_heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        dtype="float16",
-        position_kind=config["position_embedding_type"],
-        q_scaling=float(config.get("q_scaling") or 1.0),
-        **{"max_seq_len": LENGTH, **more},
-    )
+    read = {
+        "head_size": config["head_size"],
+        "query_heads": config["num_attention_heads"],
+        "kv_heads": config["num_key_value_heads"],
+        "dtype": "float16",
+        "position_kind": config["position_embedding_type"],
+        "q_scaling": float(config.get("q_scaling") or 1.0),
+        "max_seq_len": LENGTH,
+    }
+    return AttentionShape(**{**read, **more})
 
 
 def float32_profile(name: str) -> KernelProfile:
