@@ -8,6 +8,7 @@ Exit codes: 0 the verdict is pass; 1 it is fail or refused; 2 the input is unusa
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from porting_kit.cli_heads import build_heads_app
 from porting_kit.errors import PortFileError, PortingKitError
 from porting_kit.outcomes import StepOutcome, Verdict
 
@@ -108,19 +110,53 @@ def compare(
 def build(
     port_file: PortFile,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Write the command line, run nothing.")] = False,
+    keep_logits: Annotated[
+        bool, typer.Option("--keep-logits", help="The engine keeps generation logits, so that they can be compared.")
+    ] = False,
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", metavar="SECONDS", help="Stop the build after this time.")
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option("--log", help="Explain the log of a build made elsewhere; build nothing.")
+    ] = None,
     out: OutFolder = None,
     parameter: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Build the engine where tensorrt_llm and a GPU are; elsewhere write the exact command line."""
-    from porting_kit.steps.build import build_port, format_build
+    from porting_kit.steps.build import build_port, explain_log, format_build, format_log
     from porting_kit.steps.context import open_port_run
+
+    if log is not None:
+        _report(lambda: explain_log(log), format_log, as_json)
 
     def call() -> Any:
         run = open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))
-        return build_port(run, plan_only=plan_only)
+        return build_port(run, plan_only=plan_only, keep_logits=keep_logits, time_limit_seconds=time_limit)
 
     _report(call, format_build, as_json)
+
+
+@app.command()
+def serving(
+    port_file: PortFile,
+    engine: Annotated[Path | None, typer.Option("--engine", help="The engine's folder; the run's own.")] = None,
+    check: Annotated[
+        list[Path] | None, typer.Option("--check", help="A config.pbtxt or shell script to check; may be given again.")
+    ] = None,
+    out: OutFolder = None,
+    parameter: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the serving settings that go with the engine; find contradictions in existing serving files."""
+    from porting_kit.steps.context import open_port_run
+    from porting_kit.steps.serving import format_serving, write_serving
+
+    def call() -> Any:
+        run = open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))
+        return write_serving(run, engine_dir=engine, check=check or ())
+
+    _report(call, format_serving, as_json)
 
 
 @app.command()
@@ -241,17 +277,23 @@ def parse_overrides(parameters: Sequence[str] | None) -> dict[str, Any]:
 
 def _report(call: Callable[[], Any], format_result: Callable[[Any], str], as_json: bool) -> None:
     """Run one step, print its result once, leave with the verdict's exit code."""
+    is_first = os.environ.get("RANK", "0") == "0"  # under torchrun the other ranks only take part
     try:
         result = call()
     except PortingKitError as error:
-        if as_json:
+        if as_json and is_first:
             verdict = {1: Verdict.REFUSED, 3: Verdict.NOT_RUN}.get(error.exit_code, Verdict.NOT_RUN)
             print(json.dumps({"verdict": verdict.value, "covered": [], "error": error.as_dict()}, indent=2))
-        print(f"error: {error.message}", file=sys.stderr)
+        if is_first:
+            print(f"error: {error.message}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from error
     outcome: StepOutcome = result.outcome
-    print(json.dumps(result.document(), indent=2, default=str) if as_json else format_result(result))
+    if is_first:
+        print(json.dumps(result.document(), indent=2, default=str) if as_json else format_result(result))
     raise typer.Exit(outcome.verdict.exit_code)
+
+
+app.add_typer(build_heads_app(_report, parse_overrides))
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from porting_kit.engine.capture_kit import SCRIPT_NAME, write_script
 from porting_kit.engine.command import CommandPlan
+from porting_kit.engine.messages import LogReading, read_log
 from porting_kit.engine.plan import plan_build
 from porting_kit.engine.record import write_record
 from porting_kit.engine.run import CommandRun, find_environment, run_command
@@ -201,6 +202,49 @@ def _as_script(plan: CommandPlan, note: str = "", *, record: bool = False) -> st
     header = "#!/bin/sh\n# Run this where TensorRT-LLM is; the run folder travels as a whole.\nset -e\n"
     tail = f"python3 engine/{SCRIPT_NAME} record\n" if record else ""
     return f'{header}{note}cd "$(dirname "$0")/.."\n{plan.shell}{tail}'
+
+
+@dataclass(frozen=True)
+class LogResult:
+    """What the log of a build made elsewhere says."""
+
+    outcome: StepOutcome
+    reading: LogReading
+
+    def document(self) -> dict[str, Any]:
+        """The `--json` document."""
+        found = [
+            {"name": found.message.name, "line": found.line_number, "text": found.line, "cause": found.message.cause}
+            for found in self.reading.messages
+        ]
+        return {**self.outcome.as_dict(), "messages": found, "phases": list(self.reading.phases)}
+
+
+def explain_log(file: Path) -> LogResult:
+    """Read the log of a build that ran elsewhere. Raises CapturedFileError: no such file, empty, or no text."""
+    reading = read_log(file)
+    fatal = next((found.message.name for found in reading.messages if found.message.fatal), None)
+    has_passed = fatal is None and reading.is_complete
+    outcome = StepOutcome(
+        "build",
+        Verdict.PASS if has_passed else Verdict.FAIL,
+        reading.summary,
+        figures={"release": reading.release, "lines": reading.lines, "next_step": reading.next_step},
+        failing_gate=None if has_passed else fatal or "the log breaks off",
+    )
+    return LogResult(outcome, reading)
+
+
+def format_log(result: LogResult) -> str:
+    """Each recognised line with its cause and remedy, for a terminal."""
+    lines = [f"reached: {', '.join(result.reading.phases) or 'nothing'}"]
+    for found in result.reading.messages:
+        lines += [f"line {found.line_number}: {found.line}", f"  cause: {found.message.cause}"]
+        lines.append(f"  fix:   {found.message.next_step}")
+    if result.reading.next_step and not result.reading.messages:
+        lines.append(f"next step: {result.reading.next_step}")
+    lines.append(f"log: {result.outcome.verdict.value} - {result.outcome.summary}")
+    return "\n".join(lines)
 
 
 def format_build(result: BuildResult) -> str:

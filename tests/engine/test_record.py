@@ -1,15 +1,23 @@
 """Engine folders against the tree they will be run with, their records, and the server settings that go with them."""
 
 import json
+import os
+import shutil
 
 import pytest
 
 from porting_kit.engine.command import CommandPlan, PlannedFlag
-from porting_kit.engine.record import check_engine, read_engine_config, read_record, write_record
-from porting_kit.engine.serving import check_server_settings, make_server_settings
+from porting_kit.engine.record import (
+    check_engine,
+    read_engine_config,
+    read_record,
+    require_same_port,
+    write_record,
+)
 from porting_kit.errors import CheckpointError
 
 CHOICES = [[0], [0, 0], [1]]
+CARD = {"name": "NVIDIA H200", "compute_capability": "9.0"}
 
 
 def write_engine(folder, *, version="0.11.0", **build):
@@ -145,26 +153,47 @@ def test_a_missing_or_broken_record_is_refused(recorded):
         read_record(recorded)
 
 
-def test_the_settings_we_write_pass_our_own_check(tmp_path):
-    engine = read_engine_config(write_engine(tmp_path))
-    settings = make_server_settings(engine, CHOICES, "/engines/bloom")
-    assert settings["medusa_choices"] == "{0}, {0, 0}, {1}"
-    assert settings["decoding_mode"] == ""
-    assert {gate.verdict for gate in check_server_settings(settings, engine, CHOICES)} == {"pass"}
+class TestSamePort:
+    """An engine is used with the tree, checkpoint, release and card it was built for, or not at all."""
 
+    def check(self, recorded, **changes):
+        settings = {
+            "choices": CHOICES,
+            "checkpoint_dir": recorded.parent / "checkpoint",
+            "release": "0.11.0",
+            "card": CARD,
+        }
+        require_same_port(read_record(recorded) | {"card": CARD}, **settings | changes)
 
-@pytest.mark.parametrize(
-    ("change", "gate"),
-    [
-        ({"decoding_mode": "top_k"}, "decoding mode"),
-        ({"max_beam_width": "4"}, "beams"),
-        ({"max_batch_size": "16"}, "batch"),
-        ({"medusa_choices": "{0}, {0, 0}"}, "server tree"),
-        ({"medusa_choices": ""}, "server tree"),
-    ],
-)
-def test_contradictory_server_settings_are_flagged(tmp_path, change, gate):
-    engine = read_engine_config(write_engine(tmp_path))
-    settings = make_server_settings(engine, CHOICES, "/engines/bloom") | change
-    failing = [result.name for result in check_server_settings(settings, engine, CHOICES) if result.verdict != "pass"]
-    assert failing == [gate]
+    def test_its_own_port_passes(self, recorded):
+        self.check(recorded)
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"choices": [[0]]}, "another tree"),
+            ({"release": "0.13.0"}, "another release"),
+            ({"card": {"name": "NVIDIA A100", "compute_capability": "8.0"}}, "another card"),
+        ],
+    )
+    def test_another_one_is_refused(self, recorded, changes, said):
+        with pytest.raises(CheckpointError, match=said):
+            self.check(recorded, **changes)
+
+    def test_a_checkpoint_that_changed_is_refused(self, recorded):
+        (recorded.parent / "checkpoint" / "config.json").write_text('{"max_draft_len": 5}')
+        with pytest.raises(CheckpointError, match="another checkpoint"):
+            self.check(recorded)
+
+    def test_a_copied_engine_is_still_the_recorded_one(self, recorded, tmp_path):
+        (recorded / "rank0.engine").write_bytes(bytes(range(256)) * 20000)  # above what a fingerprint reads whole
+        plan = CommandPlan(("trtllm-build",), "0.11.0", (), "a test")
+        write_record(recorded, plan=plan, choices=CHOICES, checkpoint_dir=recorded.parent / "checkpoint", seconds=1.0)
+        shutil.copytree(recorded, tmp_path / "copy")
+        os.utime(tmp_path / "copy" / "rank0.engine", (1, 1))
+        assert read_record(tmp_path / "copy")["release"] == "0.11.0"
+
+    def test_an_engine_file_of_0_bytes_is_refused(self, recorded):
+        (recorded / "rank0.engine").write_bytes(b"")
+        with pytest.raises(CheckpointError, match="empty"):
+            read_record(recorded)

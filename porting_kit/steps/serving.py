@@ -1,0 +1,166 @@
+"""The serving step: settings that go with the port's engine, and a look at the serving files a user already has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from porting_kit.engine.capture_evidence import RECORD_NAME
+from porting_kit.engine.record import EngineConfig, read_engine_config, read_record, require_same_port
+from porting_kit.engine.server_files import find_commands, read_pbtxt, read_text_file
+from porting_kit.engine.serving import (
+    check_commands,
+    check_server_settings,
+    make_server_settings,
+    write_llm_snippet,
+    write_pbtxt,
+)
+from porting_kit.errors import CapturedFileError
+from porting_kit.outcomes import StepOutcome, Verdict
+from porting_kit.releases.kernels import GateResult
+from porting_kit.run_folder import write_text
+from porting_kit.steps.build import ENGINE, plan_port
+from porting_kit.steps.context import PortRun, Stopwatch
+from porting_kit.steps.convert import TREE_FILE
+from porting_kit.steps.prerequisites import require_steps
+
+FOLDER = "serving"
+PBTXT_FILE, SNIPPET_FILE = "config.pbtxt", "serve.py"
+
+
+@dataclass(frozen=True)
+class ServingResult:
+    """What was written, and the gates of each file that was looked at."""
+
+    outcome: StepOutcome
+    settings: dict[str, str]
+    snippet: str | None
+    gates: dict[str, tuple[GateResult, ...]]
+
+    def document(self) -> dict[str, Any]:
+        """The `--json` document."""
+        gates = {file: [gate.as_dict() for gate in rows] for file, rows in self.gates.items()}
+        return {**self.outcome.as_dict(), "settings": self.settings, "snippet": self.snippet, "gates": gates}
+
+
+def write_serving(run: PortRun, *, engine_dir: Path | None = None, check: Sequence[Path] = ()) -> ServingResult:
+    """Write the settings for an engine, and check existing files against it.
+
+    Args:
+        run: the run; patch and convert are run when they have not been.
+        engine_dir: the engine's folder; the run's own when None. Without one the plan stands in for it.
+        check: config.pbtxt files and shell scripts.
+
+    Raises:
+        CheckpointError: the engine was built for another tree, checkpoint or release, or its files are empty.
+        CapturedFileError: a file to check is missing, empty, no text, or holds nothing of Medusa's.
+    """
+    require_steps(run, "patch", "convert")
+    watch = Stopwatch()
+    choices = json.loads((run.folder.checkpoint / TREE_FILE).read_text(encoding="utf-8"))
+    plan, _ = plan_port(run, Path())
+    folder = engine_dir or run.folder.engine / ENGINE
+    is_built = engine_dir is not None or (folder / "config.json").is_file()
+    engine = read_engine_config(folder) if is_built else _planned_engine(run, plan.release)
+    if is_built and (folder / RECORD_NAME).is_file():
+        record = read_record(folder)
+        require_same_port(
+            record, choices=choices, checkpoint_dir=run.folder.checkpoint, release=plan.release, where=folder
+        )
+    place = str(folder.resolve()) if is_built else f"engine/{ENGINE}"
+    settings = make_server_settings(engine, choices, place)
+    snippet = write_llm_snippet(
+        engine.release,
+        choices,
+        num_heads=engine.num_medusa_heads,
+        max_draft_len=engine.max_draft_len,
+        engine_dir=place,
+    )
+    write_text(run.folder.engine / FOLDER / PBTXT_FILE, write_pbtxt(settings))
+    if snippet is not None:
+        write_text(run.folder.engine / FOLDER / SNIPPET_FILE, snippet)
+    gates = {str(file): _check_file(file, engine, choices, engine.release) for file in check}
+    return ServingResult(_judge(engine, is_built, snippet, gates, watch), settings, snippet, gates)
+
+
+def _check_file(file: Path, engine: EngineConfig, choices: list[list[int]], release: str) -> tuple[GateResult, ...]:
+    text = read_text_file(file)
+    settings = read_pbtxt(text)
+    if settings:
+        return check_server_settings(settings, engine, choices)
+    commands = list(find_commands(text))
+    if not commands:
+        raise CapturedFileError(
+            "the file holds nothing to check",
+            expected="parameters of a config.pbtxt, or commands of trtllm-build and run.py",
+            where=file,
+        )
+    return check_commands(commands, release)
+
+
+def _planned_engine(run: PortRun, release: str) -> EngineConfig:
+    """The engine that the plan would build."""
+    config = json.loads((run.folder.checkpoint / "config.json").read_text(encoding="utf-8"))
+    target = run.port.target
+    return EngineConfig(
+        release=release,
+        architecture=config["architecture"],
+        mode="medusa",
+        max_draft_len=config["max_draft_len"],
+        num_medusa_heads=config["num_medusa_heads"],
+        max_batch_size=target.max_batch_size,
+        max_input_len=target.max_input_len,
+        max_seq_len=target.max_seq_len,
+        max_num_tokens=None,
+        tokens_per_block=target.tokens_per_block,
+        tp_size=target.tp_size,
+        pp_size=target.pp_size,
+        gather_generation_logits=False,
+        where="the plan",
+    )
+
+
+def _judge(
+    engine: EngineConfig,
+    is_built: bool,
+    snippet: str | None,
+    gates: dict[str, tuple[GateResult, ...]],
+    watch: Stopwatch,
+) -> StepOutcome:
+    refused = [(file, gate) for file, rows in gates.items() for gate in rows if gate.verdict != "pass"]
+    of = "the engine" if is_built else "the planned engine"
+    summary = f"settings for {of} of TensorRT-LLM {engine.release} written"
+    if gates:
+        summary += f"; {len(gates)} files looked at, {len(refused)} contradictions"
+    if refused:
+        file, gate = refused[0]
+        summary += f", first in {Path(file).name}: {gate.name} is {gate.value}"
+    products = [f"engine/{FOLDER}/{PBTXT_FILE}"] + ([f"engine/{FOLDER}/{SNIPPET_FILE}"] if snippet else [])
+    return StepOutcome(
+        "serving",
+        Verdict.FAIL if refused else Verdict.PASS,
+        summary,
+        figures={"release": engine.release, "next_step": refused[0][1].remedy if refused else None},
+        products=tuple(products),
+        seconds=round(watch.seconds, 3),
+        failing_gate=refused[0][1].name if refused else None,
+    )
+
+
+def format_serving(result: ServingResult) -> str:
+    """Each contradiction with its effect and remedy, and what was written, for a terminal."""
+    lines = []
+    for file, gates in result.gates.items():
+        lines.append(file)
+        for gate in gates:
+            if gate.verdict == "pass":
+                lines.append(f"  pass     {gate.name}: {gate.value}")
+            else:
+                lines.append(f"  REFUSED  {gate.name}: {gate.value}, expected {gate.expected}")
+                lines += [f"           then: {gate.effect}", f"           fix:  {gate.remedy}"]
+    lines += [f"  {product}" for product in result.outcome.products]
+    lines.append(f"serving: {result.outcome.verdict.value} - {result.outcome.summary}")
+    return "\n".join(lines)

@@ -1,0 +1,50 @@
+"""The commands around the engine: a log from elsewhere, serving settings, the build's files."""
+
+import json
+
+import pytest
+
+from tests.cli.test_commands import call
+
+LOG = "[TensorRT-LLM] TensorRT-LLM version: 0.11.0\n[TRT-LLM] [I] Build TensorRT engine Unnamed Network 0\n"
+
+
+def test_a_log_is_explained_without_a_build(port, tmp_path):
+    log = tmp_path / "build.log"
+    log.write_text(LOG + "TypeError: forward() got an unexpected keyword argument 'spec_decoding_params'\n")
+    code, document, _ = call("build", port.file, "--log", log)
+    assert (code, document["failing_gate"]) == (1, "unpatched model")
+    assert document["messages"][0]["line"] == 3
+    log.write_text(LOG)
+    code, document, _ = call("build", port.file, "--log", log)
+    assert (code, document["failing_gate"]) == (1, "the log breaks off")
+
+
+def test_serving_settings_are_written_and_a_users_file_is_checked(port, tmp_path):
+    out = tmp_path / "run"
+    options = ("-p", "trtllm.release=0.16.0", "--out", out)
+    code, document, _ = call("serving", port.file, *options)
+    assert (code, document["verdict"]) == (0, "pass")
+    written = out / "engine" / "serving" / "config.pbtxt"
+    assert 'key: "medusa_choices"' in written.read_text()
+    assert "MedusaDecodingConfig" in (out / "engine" / "serving" / "serve.py").read_text()
+    mine = tmp_path / "config.pbtxt"
+    empty = 'key: "decoding_mode"\n  value: { string_value: "" }'
+    assert empty in written.read_text()
+    mine.write_text(written.read_text().replace(empty, empty.replace('""', '"top_k"')))
+    code, document, _ = call("serving", port.file, *options, "--check", mine)
+    assert (code, document["failing_gate"]) == (1, "decoding mode")
+    (tmp_path / "notes.txt").write_text("nothing of ours\n")
+    code, document, _ = call("serving", port.file, *options, "--check", tmp_path / "notes.txt")
+    assert code == 2
+    assert "nothing to check" in document["error"]["subject"]
+
+
+@pytest.mark.parametrize("name", ["build.sh", "run.sh", "capture.py", "prompts.csv", "build_plan.json"])
+def test_a_plan_leaves_everything_the_other_machine_needs(port, tmp_path, name):
+    out = tmp_path / "run"
+    code, document, _ = call("build", port.file, "--plan-only", "-p", "trtllm.release=0.13.0", "--out", out)
+    assert (code, document["verdict"]) == (0, "pass")
+    assert f"engine/{name}" in document["products"]
+    assert (out / "engine" / name).stat().st_size
+    assert json.loads((out / "engine" / "build_plan.json").read_text())["release"] == "0.13.0"

@@ -1,0 +1,168 @@
+"""Serving settings that go with an engine, and the contradictions found in files a user already has."""
+
+import ast
+
+import pytest
+from test_record import CHOICES, write_engine
+
+from porting_kit.engine.record import read_engine_config
+from porting_kit.engine.server_files import find_commands, read_pbtxt, read_text_file
+from porting_kit.engine.serving import (
+    check_commands,
+    check_server_settings,
+    make_server_settings,
+    write_llm_snippet,
+    write_pbtxt,
+)
+from porting_kit.errors import CapturedFileError
+
+# The shape of tensorrtllm_backend's file, shortened; values as people wrote them.
+PBTXT = """\
+name: "tensorrt_llm"
+backend: "tensorrtllm"
+max_batch_size: 8
+model_transaction_policy {
+  decoupled: false
+}
+# parameters: { key: "decoding_mode" value: { string_value: "top_k" } }
+parameters: {
+  key: "max_beam_width"
+  value: {
+    string_value: "1"
+  }
+}
+parameters: {
+  key: "gpt_model_type"
+  value: { string_value: "inflight_fused_batching" }
+}
+parameters {
+  key: "decoding_mode"
+  value { string_value: "" }
+}
+parameters: {
+  key: "medusa_choices"
+  value: {
+    string_value: "{0}, {0, 0}, {1}"
+  }
+}
+"""
+
+
+def problems(text, folder, end_ids=(), **build):
+    engine = read_engine_config(write_engine(folder, **build))
+    gates = check_server_settings(read_pbtxt(text), engine, CHOICES, end_ids)
+    return {gate.name: gate for gate in gates if gate.verdict != "pass"}
+
+
+def test_a_fitting_file_has_no_problem(tmp_path):
+    assert problems(PBTXT, tmp_path) == {}
+
+
+def test_what_we_write_is_read_back_and_fits(tmp_path):
+    engine = read_engine_config(write_engine(tmp_path))
+    settings = make_server_settings(engine, CHOICES, "/engines/bloom")
+    assert read_pbtxt(write_pbtxt(settings)) == settings
+    assert problems(write_pbtxt(settings), tmp_path) == {}
+
+
+def test_comments_are_no_settings():
+    assert read_pbtxt(PBTXT)["decoding_mode"] == ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "gate"),
+    [
+        ('value { string_value: "" }', 'value { string_value: "top_k" }', "decoding mode"),
+        ('value { string_value: "" }', 'value { string_value: "top_k_top_p" }', "decoding mode"),
+        ('string_value: "1"', 'string_value: "4"', "beams"),
+        ("max_batch_size: 8", "max_batch_size: 64", "batch"),
+        ("inflight_fused_batching", "V1", "batching"),
+        ("{0}, {0, 0}, {1}", "{0}, {1}", "server tree"),
+        ("{0}, {0, 0}, {1}", "${medusa_choices}", "template filled in"),
+    ],
+)
+def test_contradictions_are_flagged(tmp_path, old, new, gate):
+    assert old in PBTXT
+    found = problems(PBTXT.replace(old, new), tmp_path)
+    assert gate in found
+    assert found[gate].effect
+    assert found[gate].remedy
+
+
+def test_an_engine_without_the_mode_is_named_before_the_first_request(tmp_path):
+    found = problems(PBTXT, tmp_path, max_draft_len=0, speculative_decoding_mode=1)
+    assert "without the Medusa mode" in found["engine built for Medusa"].remedy
+    assert "3 draft tokens against 0" in found["engine built for Medusa"].effect
+
+
+def test_a_tree_above_the_engines_limit_is_flagged_with_both_numbers(tmp_path):
+    nodes = ", ".join(f"{{{rank}}}" for rank in range(16))
+    found = problems(PBTXT.replace("{0}, {0, 0}, {1}", nodes), tmp_path, max_draft_len=15)
+    assert "16 against 15" in found["draft limit"].effect
+
+
+def test_an_end_token_of_another_model_is_flagged(tmp_path):
+    text = PBTXT + 'parameters: { key: "end_id" value: { string_value: "50256" } }\n'
+    assert "end token" in problems(text, tmp_path, end_ids=(2,))
+    assert problems(text.replace("50256", "2"), tmp_path, end_ids=(2,)) == {}
+
+
+def test_a_window_shorter_than_the_sequences_is_flagged(tmp_path):
+    text = PBTXT + 'parameters: { key: "max_attention_window_size" value: { string_value: "1024" } }\n'
+    assert "attention window" in problems(text, tmp_path)
+
+
+def test_streaming_from_an_early_server_is_flagged(tmp_path):
+    text = PBTXT.replace("decoupled: false", "decoupled: true")
+    assert "streaming" in problems(text, tmp_path, version="0.9.0")
+    assert problems(text, tmp_path) == {}
+
+
+SCRIPT = """\
+#!/bin/bash
+# trtllm-build --nonsense
+export CUDA_VISIBLE_DEVICES=0
+trtllm-build --checkpoint_dir ckpt \\
+    --output_dir engine \\
+    --max_output_len 64 2>&1 | tee log
+mpirun -n 2 python3 examples/run.py --engine_dir engine --max_output_len 64 \\
+    --medusa_choices "[[0], [1]]" --temperature 0.0 && echo done
+"""
+
+
+def refused(release):
+    return {gate.name: gate for gate in check_commands(list(find_commands(SCRIPT)), release) if gate.verdict != "pass"}
+
+
+def test_commands_are_found_with_their_lines():
+    build, run = find_commands(SCRIPT)
+    assert (build.program, build.line, build.arguments[-2:]) == ("trtllm-build", 4, ("--max_output_len", "64"))
+    assert (run.program, run.line, run.arguments[-1]) == ("run.py", 7, "0.0")
+
+
+def test_rules_that_changed_under_the_user_are_told():
+    early, late = refused("0.9.0"), refused("0.13.0")
+    assert set(early) == {"session of run.py, line 7"}
+    assert set(late) == {"flags of trtllm-build, line 4", "temperature of run.py, line 7"}
+    assert "now --max_seq_len" in late["flags of trtllm-build, line 4"].value
+
+
+@pytest.mark.parametrize("release", ["0.16.0.dev2024121000", "0.17.0", "1.2.1"])
+def test_the_llm_snippet_is_python_for_its_release(release):
+    text = write_llm_snippet(release, CHOICES, num_heads=4, max_draft_len=63, engine_dir="engine")
+    ast.parse(text)
+    assert ("_tensorrt_engine" in text) == (release == "1.2.1")
+    assert ("max_draft_len" in text) == (not release.startswith("0.16"))
+    assert "[[0], [0, 0], [1]]" in text
+
+
+def test_releases_whose_llm_takes_no_tree_have_no_snippet():
+    assert write_llm_snippet("0.13.0", CHOICES, num_heads=4, max_draft_len=63, engine_dir="engine") is None
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "does not exist"), (b"", "empty"), (b"\xff\xfe\x00", "no text")])
+def test_files_that_cannot_be_read(tmp_path, content, said):
+    if content is not None:
+        (tmp_path / "config.pbtxt").write_bytes(content)
+    with pytest.raises(CapturedFileError, match=said):
+        read_text_file(tmp_path / "config.pbtxt")
