@@ -118,10 +118,10 @@ def cut_prompts(
             break
     if not prompts:
         raise HeadsError(
-            "the texts give no training prompt",
-            expected=f"texts of at least {min(lengths_tokens)} tokens",
+            "the texts give no training prompt: each is shorter than one window",
+            expected=f"a text of at least {min(lengths_tokens)} tokens",
             found=f"{len(texts)} texts, all shorter",
-            next_step="give longer texts, or ask for shorter prompts",
+            next_step="give longer texts, or ask for shorter prompts (--prompt-tokens)",
         )
     return [list(prompt) for prompt in prompts][:limit]
 

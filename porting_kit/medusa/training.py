@@ -29,7 +29,13 @@ from porting_kit.medusa.self_distillation import (
     continue_greedily,
     cut_prompts,
 )
-from porting_kit.medusa.training_run import Report, TrainingRun, TrainingSettings, held_out_loss
+from porting_kit.medusa.training_run import (
+    Report,
+    TrainingRun,
+    TrainingSettings,
+    held_out_loss,
+    mean_of_processes,
+)
 from porting_kit.medusa.tree_choice import choose_paths
 
 
@@ -81,6 +87,8 @@ def train_heads(
     *,
     checkpoint: Path | None = None,
     report: Report = print,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> TrainedHeads:
     """Train heads for `model` on its own greedy continuations of prompts cut from `texts`.
 
@@ -91,9 +99,10 @@ def train_heads(
         settings: see TrainingSettings.
         checkpoint: a file to continue from when it is there, and to save progress to.
         report: called with a line of progress.
+        rank, world_size: of this process among those of a torch.distributed group; each continues its own prompts.
 
     Returns:
-        the heads and their figures.
+        the heads and their figures, on this process's held-out rows.
 
     Raises:
         HeadsError: no prompt in the texts, a loss that is not finite, a checkpoint of other settings.
@@ -109,12 +118,19 @@ def train_heads(
         seed=settings.seed,
         frames=(Frame(), *(build_chat_frame(tokenizer, instruction) for instruction in settings.instructions)),
     )
+    own = prompts[rank::world_size]
     continuations = continue_greedily(
-        model, prompts, new_tokens=settings.new_tokens, batch_rows=settings.generation_rows, report=report
+        model, own, new_tokens=settings.new_tokens, batch_rows=settings.generation_rows, report=report
     )
     continued = time.monotonic()
     trained = train_on_continuations(
-        continuations, model.get_output_embeddings(), settings, checkpoint=checkpoint, report=report
+        continuations,
+        model.get_output_embeddings(),
+        settings,
+        checkpoint=checkpoint,
+        report=report,
+        rank=rank,
+        world_size=world_size,
     )
     trained.seconds.update(continuing=continued - started, training=time.monotonic() - continued)
     return trained
@@ -127,6 +143,8 @@ def train_on_continuations(
     *,
     checkpoint: Path | None = None,
     report: Report = print,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> TrainedHeads:
     """The second half of `train_heads`: from continuations to heads.
 
@@ -136,6 +154,7 @@ def train_on_continuations(
         settings: as for `train_heads`.
         checkpoint: as for `train_heads`.
         report: as for `train_heads`.
+        rank, world_size: as for `train_heads`.
     """
     held_out_rows = min(settings.held_out_rows, continuations.rows // 2)
     if held_out_rows < 2:
@@ -149,12 +168,22 @@ def train_on_continuations(
     rates, trials = settings.learning_rates, {}
     if len(rates) > 1:
         for rate in rates:
-            trial = TrainingRun(training, output_matrix, settings, rate, settings.trial_steps)
+            place = {"rank": rank, "world_size": world_size}
+            trial = TrainingRun(training, output_matrix, settings, rate, settings.trial_steps, **place)
             trial.train(report=lambda line: None)
-            trials[rate] = held_out_loss(trial.heads, held_out, output_matrix)
+            trials[rate] = mean_of_processes(held_out_loss(trial.heads, held_out, output_matrix), world_size)
             report(f"learning rate {rate:g}: held-out loss {trials[rate]:.4f} after {settings.trial_steps} steps")
     best_rate = min(trials, key=trials.__getitem__) if trials else rates[0]
-    run = TrainingRun(training, output_matrix, settings, best_rate, settings.steps)
+    run = TrainingRun(
+        training,
+        output_matrix,
+        settings,
+        best_rate,
+        settings.steps,
+        held_out=held_out,
+        rank=rank,
+        world_size=world_size,
+    )
     run.train(checkpoint=checkpoint, report=report)
 
     ranks = measure_ranks(run.heads, held_out, output_matrix)
@@ -194,11 +223,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_trained_heads(trained, settings, options.out, base_name=options.base_name or options.base.stem)
 
 
-def write_trained_heads(trained: TrainedHeads, settings: TrainingSettings, folder: Path, *, base_name: str) -> None:
-    """Write the heads in the original project's layout, with `card.json` (figures) and `tree.json` (choices)."""
+def write_trained_heads(
+    trained: TrainedHeads,
+    settings: TrainingSettings,
+    folder: Path,
+    *,
+    base_name: str,
+    card: dict[str, Any] | None = None,
+) -> None:
+    """Write the heads in the original layout, with `card.json` (figures, and `card`) and `tree.json` (choices)."""
     save_heads(trained.heads, folder, base_name=base_name)
-    card = {"base": base_name, "settings": asdict(settings), **trained.as_dict()}
-    (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    figures = {"base": base_name, **(card or {}), "settings": asdict(settings), **trained.as_dict()}
+    (folder / "card.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     (folder / "tree.json").write_text(json.dumps([list(path) for path in trained.paths]) + "\n", encoding="utf-8")
 
 

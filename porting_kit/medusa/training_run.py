@@ -14,10 +14,14 @@ from pathlib import Path
 import torch
 
 from porting_kit.errors import HeadsError
+from porting_kit.medusa.head_ranks import measure_accuracy, measure_ranks
 from porting_kit.medusa.heads import HeadVariant, MedusaHeads
 from porting_kit.medusa.self_distillation import IGNORED, Continuations
 
 Report = Callable[[str], None]
+
+WATCHED_ROWS = 16
+"""Held-out continuations on which each head's accuracy is shown while training runs."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,17 @@ def held_out_loss(heads: MedusaHeads, held_out: Continuations, output_matrix: to
 
 
 class TrainingRun:
-    """One training run: heads, optimizer and order of positions; it can be left and taken up again."""
+    """One training run: heads, optimizer and order of positions; it can be left and taken up again.
+
+    Args:
+        training: continuations to train on, this process's share.
+        output_matrix: the base's `lm_head`.
+        settings: see TrainingSettings.
+        learning_rate: the peak rate.
+        steps: steps of the run.
+        held_out: continuations whose first rows say how each head is doing; None says only the loss.
+        rank, world_size: of this process; gradients are averaged over all, so that every one holds the same heads.
+    """
 
     def __init__(
         self,
@@ -82,8 +96,14 @@ class TrainingRun:
         settings: TrainingSettings,
         learning_rate: float,
         steps: int,
+        *,
+        held_out: Continuations | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self.settings, self.steps, self.output_matrix = settings, steps, output_matrix
+        self.rank, self.world_size = rank, world_size
+        self.watched = None if held_out is None else held_out.take(slice(WATCHED_ROWS))
         self.hidden = training.hidden.flatten(0, 1)
         self.targets = training.targets(settings.num_heads).flatten(0, 1)
         # the first head's target is the last one to run out, so a position without it teaches nothing
@@ -103,7 +123,7 @@ class TrainingRun:
             self.heads.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=device.type == "cuda"
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate_share)
-        self.shuffle = torch.Generator(device=device).manual_seed(settings.seed)
+        self.shuffle = torch.Generator(device=device).manual_seed(settings.seed * world_size + rank)
         self.losses: list[tuple[int, float]] = []
         self.step = 0
         self.started = time.monotonic()
@@ -114,22 +134,44 @@ class TrainingRun:
             self._load(checkpoint)
             report(f"continuing from step {self.step}")
         every = max(1, self.steps // 10)
+        try:
+            while self.step < self.steps:
+                loss = self._take_step()
+                if self.step % every == 0 or self.step in (1, self.steps):
+                    self._record(loss.item(), report)
+                    if checkpoint is not None and self.rank == 0:
+                        self._save(checkpoint)
+        except KeyboardInterrupt:
+            # The shuffle's state in a file of several processes is the first one's: those go back to the last tenth.
+            if checkpoint is not None and self.world_size == 1:
+                self._save(checkpoint)
+                report(f"interrupted at step {self.step}; the same command goes on from there")
+            raise
+
+    def _take_step(self) -> torch.Tensor:
+        """One step of the optimizer; returns the loss before it."""
         batch = min(self.settings.batch_positions, len(self.positions))
-        while self.step < self.steps:
-            picks = torch.randint(len(self.positions), (batch,), generator=self.shuffle, device=self.hidden.device)
-            chosen = self.positions[picks]
-            with torch.autocast(self.hidden.device.type, torch.bfloat16, enabled=self.hidden.device.type == "cuda"):
-                loss = mean_loss(self.heads, self.hidden[chosen], self.targets[chosen], self.output_matrix)
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
-            self.optimizer.step()
-            self.schedule.step()
-            self.step += 1
-            if self.step % every == 0 or self.step in (1, self.steps):
-                self._record(loss.item(), report)
-                if checkpoint is not None:
-                    self._save(checkpoint)
+        picks = torch.randint(len(self.positions), (batch,), generator=self.shuffle, device=self.hidden.device)
+        chosen = self.positions[picks]
+        with torch.autocast(self.hidden.device.type, torch.bfloat16, enabled=self.hidden.device.type == "cuda"):
+            loss = mean_loss(self.heads, self.hidden[chosen], self.targets[chosen], self.output_matrix)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self._average_gradients()
+        torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.step += 1
+        return loss.detach()
+
+    def _average_gradients(self) -> None:
+        if self.world_size == 1:
+            return
+        import torch.distributed as dist
+
+        for parameter in self.heads.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.world_size
 
     def _record(self, loss: float, report: Report) -> None:
         if not math.isfinite(loss):
@@ -140,7 +182,11 @@ class TrainingRun:
                 next_step="use a lower learning rate",
             )
         self.losses.append((self.step, loss))
-        report(f"step {self.step}/{self.steps}: loss {loss:.4f}, {time.monotonic() - self.started:.0f} s")
+        line = f"step {self.step}/{self.steps}: loss {loss:.4f}, {time.monotonic() - self.started:.0f} s"
+        if self.watched is not None:
+            shares = measure_accuracy(measure_ranks(self.heads, self.watched, self.output_matrix))
+            line += ", top-1 by head " + " ".join(f"{head.top1:.3f}" for head in shares)
+        report(line)
 
     def _rate_share(self, step: int) -> float:
         warm = min(self.settings.warmup_steps, max(1, self.steps // 10))
@@ -188,3 +234,15 @@ def mean_loss(
     bias = None if bias is None else bias.to(weight.dtype)
     logits = heads(hidden.float(), lambda states: torch.nn.functional.linear(states, weight, bias))
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.T.flatten(), ignore_index=IGNORED)
+
+
+def mean_of_processes(value: float, world_size: int) -> float:
+    """The mean over all processes, so that every one decides alike."""
+    if world_size == 1:
+        return value
+    import torch.distributed as dist
+
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    total = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return float(total) / world_size

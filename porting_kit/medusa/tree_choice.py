@@ -80,7 +80,7 @@ class TreePoint:
 
 @dataclass(frozen=True)
 class TreeCurve:
-    """The best tree of every size, from 2 nodes up; it ends where no further path was ever accepted."""
+    """The best tree of every size from 2 nodes up, without sizes at which the last node is worth nothing."""
 
     shares: PathShares
     points: tuple[TreePoint, ...]
@@ -190,8 +190,12 @@ def trace_curve(shares: PathShares, limits: TreeLimits) -> TreeCurve:
             found=f"{shares.positions} positions, none accepted",
             next_step="Check the heads: porting-kit heads check.",
         )
-    points = tuple(TreePoint(nodes, 1 + value, first) for nodes, (value, first) in sorted(best.items()))
-    return TreeCurve(shares, points)
+    points: list[TreePoint] = []
+    for nodes, (value, first_level) in sorted(best.items()):
+        # Where too few paths were seen, a larger tree can only be had with nodes that are worth nothing.
+        if not points or 1 + value > points[-1].mean_tokens:
+            points.append(TreePoint(nodes, 1 + value, first_level))
+    return TreeCurve(shares, tuple(points))
 
 
 def choose_paths(ranks: torch.Tensor, *, num_nodes: int) -> tuple[TreePath, ...]:

@@ -1,0 +1,270 @@
+"""Do heads fit a base: their agreement with what the base itself says next, against chance, without an engine.
+
+One head at a time is read, asked at every position of the base's own greedy continuations, and dropped. Asked is not
+only the token that it should name: agreement with the tokens before and after tells shifted heads, other activations
+tell a wrong one, and the shape of the weights tells heads that were trained for another base from heads that were never
+trained. This module knows tensors and names, no file layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from porting_kit.errors import HeadsError
+from porting_kit.medusa.head_ranks import CHUNK_POSITIONS, UNKNOWN_RANK
+from porting_kit.medusa.self_distillation import IGNORED, Continuations
+
+TRAINED_ACTIVATION = "silu"
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "relu": functional.relu,
+    "none": lambda states: states,
+}
+
+NOISE_SPREAD = 1.5
+"""Largest singular value of a random matrix over what its entries' size predicts is 1 (Marchenko and Pastur)."""
+
+MARGIN = 0.02
+"""Agreement this far above chance, beyond three standard errors, counts as agreement."""
+
+
+class HeadTensors(Protocol):
+    """`conversion.heads.HeadSet`, as far as it matters here."""
+
+    num_heads: int
+    num_layers: int
+
+    @property
+    def own_output(self) -> bool: ...
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class HeadReading:
+    """What one head turned out to be.
+
+    Args:
+        head: counted from 0.
+        verdict: `fits`, `random`, `untrained`, `foreign`, `shifted` or `wrong activation`.
+        top1, top5: agreement with the token that the head should name.
+        chance1, chance5: agreement of the tokens that are most frequent there, always named.
+        positions: how many were asked.
+        by_offset: top-1 agreement with the base's own next token (0), the one after (1), ...; its own is head + 1.
+        by_activation: top-1 agreement with each activation in place of SiLU.
+        spread: largest singular value of the residual layers over a random matrix's of the same size.
+        sentence: the verdict in words.
+    """
+
+    head: int
+    verdict: str
+    top1: float
+    top5: float
+    chance1: float
+    chance5: float
+    positions: int
+    by_offset: tuple[float, ...]
+    by_activation: dict[str, float]
+    spread: float
+    sentence: str
+
+
+@dataclass(frozen=True)
+class HeadFit:
+    """All heads of a file on one base.
+
+    Args:
+        readings: one per head.
+        ranks: int64 [rows, C - 1, M] as of `head_ranks.measure_ranks`.
+        notes: what else was found: heads that share layers.
+    """
+
+    readings: tuple[HeadReading, ...]
+    ranks: torch.Tensor
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every head fits."""
+        return all(reading.verdict == "fits" for reading in self.readings)
+
+    def as_dict(self) -> dict[str, object]:
+        """Figures, without the ranks."""
+        return {"heads": [asdict(reading) for reading in self.readings], "notes": list(self.notes)}
+
+
+@torch.no_grad()
+def read_fit(heads: HeadTensors, continuations: Continuations, output_matrix: torch.nn.Module) -> HeadFit:
+    """Ask every head at every position.
+
+    Args:
+        heads: the heads; tensors are read when their head is asked.
+        continuations: the base's own, see self_distillation.
+        output_matrix: the base's `lm_head`, for heads without their own.
+
+    Raises:
+        HeadsError: a head gives values that are not finite, or there is no position to ask at.
+    """
+    M = heads.num_heads
+    hidden = continuations.hidden.flatten(0, 1)
+    # Column j: the token j places after the base's own next one, up to one past the last head's.
+    following = torch.stack([_later_tokens(continuations.tokens, j) for j in range(M + 2)], dim=-1).flatten(0, 1)
+    if not bool((following[:, M] != IGNORED).any()):
+        raise HeadsError(
+            "the base's continuations are too short to ask the heads",
+            expected=f"more than {M + 1} tokens before the end of a text",
+            found=f"{continuations.rows} texts, all shorter",
+            next_step="ask for more tokens, or give other prompts",
+        )
+    readings, ranks, digests = [], [], {}
+    notes: list[str] = []
+    for head in range(M):
+        layers, output = _read_head(heads, head, output_matrix, hidden.device)
+        digest = tuple(hash(weight.cpu().numpy().tobytes()) for weight, _ in layers)
+        if digest in digests and heads.own_output:
+            notes.append(f"heads {digests[digest]} and {head} share their residual layers")
+        digests.setdefault(digest, head)
+        asked = _ask(head, layers, output, hidden, following)
+        ranks.append(asked.ranks)
+        readings.append(_judge(head, asked, layers, following[:, head + 1]))
+    shape = (*continuations.tokens[:, 1:].shape, M)
+    return HeadFit(tuple(readings), torch.stack(ranks, dim=-1).view(shape).cpu(), tuple(notes))
+
+
+@dataclass
+class _Asked:
+    """One head's answers: ranks [T] of its own target, top-1 by offset and activation, top-5."""
+
+    ranks: torch.Tensor
+    top5: float
+    by_offset: tuple[float, ...]
+    by_activation: dict[str, float]
+
+
+def _later_tokens(tokens: torch.Tensor, places: int) -> torch.Tensor:
+    """tokens [rows, C] moved up by `places`, IGNORED past the end: [rows, C - 1]."""
+    moved = torch.full_like(tokens, IGNORED)
+    moved[:, : tokens.shape[1] - places] = tokens[:, places:]
+    return moved[:, :-1]
+
+
+def _read_head(
+    heads: HeadTensors, head: int, output_matrix: torch.nn.Module, device: torch.device
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], Callable[[torch.Tensor], torch.Tensor]]:
+    layers = []
+    for layer in range(heads.num_layers):
+        prefix = f"medusa_heads.{head}.medusa_layers.{layer}.linear"
+        weight, bias = heads.read(f"{prefix}.weight"), heads.read(f"{prefix}.bias")
+        layers.append((weight.to(device).float(), bias.to(device).float()))
+    if not heads.own_output:
+        return layers, lambda states: output_matrix(states.to(output_matrix.weight.dtype)).float()
+    matrix = heads.read(f"medusa_heads.{head}.lm_head.weight").to(device)
+    matrix = matrix.float() if device.type == "cpu" else matrix
+    return layers, lambda states: functional.linear(states.to(matrix.dtype), matrix).float()
+
+
+def _ask(
+    head: int,
+    layers: list[tuple[torch.Tensor, torch.Tensor]],
+    output: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    following: torch.Tensor,
+) -> _Asked:
+    best: dict[str, list[torch.Tensor]] = {name: [] for name in ACTIVATIONS}
+    ranks = []
+    for states, targets in zip(
+        hidden.split(CHUNK_POSITIONS), following[:, head + 1].split(CHUNK_POSITIONS), strict=True
+    ):
+        for name, activation in ACTIVATIONS.items():
+            x = states.float()
+            for weight, bias in layers:
+                x = x + activation(functional.linear(x, weight, bias))
+            logits = output(x)
+            if not bool(logits.isfinite().all()):
+                raise HeadsError(
+                    f"head {head} gives logits that are not finite on this base",
+                    expected="finite numbers",
+                    next_step="the heads were saved from a run that diverged, or do not belong to this base",
+                )
+            best[name].append(logits.argmax(-1))
+            if name == TRAINED_ACTIVATION:
+                own = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1))
+                ranks.append((logits > own).sum(-1).masked_fill(targets == IGNORED, UNKNOWN_RANK))
+    all_ranks = torch.cat(ranks)
+    known = all_ranks[all_ranks != UNKNOWN_RANK]
+    said = {name: torch.cat(parts) for name, parts in best.items()}
+    return _Asked(
+        ranks=all_ranks,
+        top5=float((known < 5).float().mean()),
+        by_offset=tuple(_agreement(said[TRAINED_ACTIVATION], following[:, j]) for j in range(following.shape[1])),
+        by_activation={name: _agreement(tokens, following[:, head + 1]) for name, tokens in said.items()},
+    )
+
+
+def _agreement(said: torch.Tensor, targets: torch.Tensor) -> float:
+    known = targets != IGNORED
+    return float((said[known] == targets[known]).float().mean()) if bool(known.any()) else 0.0
+
+
+def _judge(
+    head: int, asked: _Asked, layers: list[tuple[torch.Tensor, torch.Tensor]], targets: torch.Tensor
+) -> HeadReading:
+    known = targets[targets != IGNORED]
+    frequent = known.unique(return_counts=True)[1].sort(descending=True).values
+    chance1, chance5 = (float(frequent[:n].sum()) / len(known) for n in (1, 5))
+    top1, spread = asked.by_offset[head + 1], measure_spread(layers)
+    bound = chance1 + MARGIN + 3 * (chance1 * (1 - chance1) / len(known)) ** 0.5
+    is_zero = not any(bool(weight.any()) for weight, _ in layers)
+    offset = max(range(len(asked.by_offset)), key=lambda j: asked.by_offset[j])
+    activation = max(asked.by_activation, key=lambda name: asked.by_activation[name])
+    percent = f"head {head} agrees in {top1:.1%} of {len(known)} positions (chance is {chance1:.1%})"
+    verdict, sentence = "fits", percent
+    if asked.by_activation[activation] > max(top1, bound) + 2 * MARGIN:
+        gain = f"{asked.by_activation[activation]:.1%}"
+        verdict, sentence = "wrong activation", f"{percent}; with {activation} in place of SiLU it agrees in {gain}"
+    elif is_zero:
+        verdict, sentence = "untrained", f"{percent}: its residual layers are zero, as before training"
+    elif offset != head + 1 and asked.by_offset[offset] > max(bound, top1 + 2 * MARGIN):
+        where = "the base's own next token" if offset == 0 else f"the token that head {offset - 1} should name"
+        verdict = "shifted"
+        sentence = f"{percent}; it names {where} in {asked.by_offset[offset]:.1%}: the heads are out of order"
+        if offset == 0 and spread < NOISE_SPREAD:
+            verdict, sentence = "random", f"{percent}: its layers are random and leave the base's own next token"
+    elif top1 <= bound and spread < NOISE_SPREAD:
+        verdict, sentence = "random", f"{percent}, and its layers look like random numbers: it was never trained"
+    elif top1 <= bound:
+        verdict, sentence = "foreign", f"{percent}, and its layers were trained: it belongs to another base"
+    return HeadReading(
+        head,
+        verdict,
+        top1,
+        asked.top5,
+        chance1,
+        chance5,
+        len(known),
+        asked.by_offset,
+        asked.by_activation,
+        spread,
+        sentence,
+    )
+
+
+def measure_spread(layers: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Largest singular value over that of random entries of the same size, the largest of the layers; 0 for zeros."""
+    found = 0.0
+    for weight, _ in layers:
+        size = float(weight.square().mean().sqrt())
+        if size == 0:
+            continue
+        vector = torch.ones(weight.shape[1], device=weight.device)
+        for _ in range(30):
+            vector = weight.T @ (weight @ vector)
+            vector = vector / vector.norm()
+        expected = size * (weight.shape[0] ** 0.5 + weight.shape[1] ** 0.5)
+        found = max(found, float((weight @ vector).norm()) / expected)
+    return found

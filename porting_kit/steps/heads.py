@@ -1,0 +1,224 @@
+"""The heads commands: do the heads fit the base, which tree suits them, and the heads in another project's layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from porting_kit.alignment.reference import Reference, load_reference
+from porting_kit.conversion.heads import HeadSet
+from porting_kit.conversion.heads_export import EXPORT_LAYOUTS, export_tensors, find_export_layout, write_export
+from porting_kit.errors import HeadsError, RunFolderError
+from porting_kit.medusa.head_fit import HeadFit, read_fit
+from porting_kit.medusa.self_distillation import continue_greedily, cut_prompts
+from porting_kit.medusa.training_text import read_text
+from porting_kit.outcomes import Coverage, StepOutcome, Verdict
+from porting_kit.provenance import hash_value
+from porting_kit.run_folder import replace_folder, write_json
+from porting_kit.steps.context import PortRun, Stopwatch
+from porting_kit.steps.preflight import read_port_base, read_port_heads
+from porting_kit.steps.prompts import tokenize_prompts
+
+FOLDER = "heads"
+RANKS_FILE, CHECK_FILE = "ranks.safetensors", "check.json"
+PROMPT_TOKENS = (16, 32, 64)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class HeadsCheckResult:
+    """Whether the heads fit, and how well.
+
+    Args:
+        outcome: `pass` when every head fits.
+        heads: what was found in the file.
+        fit: the readings and the ranks.
+    """
+
+    outcome: StepOutcome
+    heads: HeadSet
+    fit: HeadFit
+
+    def document(self) -> dict[str, Any]:
+        """The `--json` document."""
+        return {**self.outcome.as_dict(), **self.fit.as_dict(), "layout": self.heads.layout}
+
+
+@dataclass(frozen=True)
+class HeadsExportResult:
+    """Heads written in a layout."""
+
+    outcome: StepOutcome
+    file: Path
+
+    def document(self) -> dict[str, Any]:
+        """The `--json` document."""
+        return {**self.outcome.as_dict(), "file": str(self.file)}
+
+
+def open_heads_base(run: PortRun) -> Reference:
+    """The base where it is fastest: on a GPU in the port's type, else on the CPU in float32."""
+    has_gpu = torch.cuda.is_available()
+    return load_reference(
+        run.port.base_path,
+        dtype=run.port.dtype if has_gpu else "float32",
+        device="cuda" if has_gpu else "cpu",
+    )
+
+
+def check_port_heads(
+    run: PortRun, *, data: Path | None = None, prompts: int = 64, new_tokens: int = 64, say: Say = lambda line: None
+) -> HeadsCheckResult:
+    """Compare the heads with the base's own greedy continuations.
+
+    The ranks are kept in the run folder, for the choice of a tree.
+
+    Args:
+        run: the port.
+        data: text to cut prompts from; None takes the port's own prompts.
+        prompts: how many at most.
+        new_tokens: tokens of each continuation.
+        say: called with lines of progress.
+
+    Raises:
+        HeadsError: the heads cannot be read or sit on this base, or no text is left to ask at.
+        BaseModelError: the base cannot be loaded or computes what is not finite.
+    """
+    watch = Stopwatch()
+    base = read_port_base(run.port, None)
+    heads = read_port_heads(run.port, base, check_values=True)
+    reference = open_heads_base(run)
+    if data is None:
+        asked, source = tokenize_prompts(run.port, reference.tokenizer, reference.vocab_size)
+        asked = asked[:prompts]
+    else:
+        asked = cut_prompts(reference.tokenizer, read_data(data), lengths_tokens=PROMPT_TOKENS, limit=prompts, seed=0)
+        source = data.name
+    said = continue_greedily(reference.model, asked, new_tokens=new_tokens, batch_rows=64, report=say)
+    fit = read_fit(heads, said, reference.model.get_output_embeddings())
+    failing = [reading for reading in fit.readings if reading.verdict != "fits"]
+    warnings = heads.warnings + heads.compare_base(base)
+    sentence = "; ".join(reading.sentence for reading in failing or fit.readings)
+    outcome = StepOutcome(
+        step="heads check",
+        verdict=Verdict.FAIL if failing else Verdict.PASS,
+        summary=("these heads do not fit this base: " if failing else "the heads fit this base: ") + sentence,
+        covered=(Coverage.WEIGHTS,),
+        figures={"prompts": len(asked), "prompts_from": source, "new_tokens": new_tokens, "warnings": list(warnings)},
+        inputs={**run.inputs("preflight"), "prompts": hash_value(asked)},
+        seconds=watch.seconds,
+        failing_gate=f"heads: {failing[0].verdict}" if failing else None,
+    )
+    result = HeadsCheckResult(outcome, heads, fit)
+    folder = run.folder.root / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{RANKS_FILE}"
+    save_file(
+        {"ranks": fit.ranks}, partial, metadata={"inputs": json.dumps(rank_inputs(run, data, prompts, new_tokens))}
+    )
+    partial.replace(folder / RANKS_FILE)
+    write_json(folder / CHECK_FILE, result.document())
+    return result
+
+
+def rank_inputs(run: PortRun, data: Path | None, prompts: int, new_tokens: int) -> dict[str, str]:
+    """What kept ranks depend on."""
+    inputs = {name: value for name, value in run.inputs("align").items() if "base" in name or "heads" in name}
+    text = hash_value(run.port.fields("alignment")) if data is None else hash_value(read_data(data))
+    return {**inputs, "text": text, "prompts": str(prompts), "new_tokens": str(new_tokens)}
+
+
+def load_ranks(
+    run: PortRun, *, data: Path | None = None, prompts: int = 64, new_tokens: int = 64, say: Say = lambda line: None
+) -> torch.Tensor:
+    """Ranks [rows, C - 1, M]: those kept by a check of the same inputs, or measured now."""
+    file = run.folder.root / FOLDER / RANKS_FILE
+    wanted = rank_inputs(run, data, prompts, new_tokens)
+    if file.is_file():
+        with safe_open(file, "pt") as kept:
+            if json.loads((kept.metadata() or {}).get("inputs", "{}")) == wanted:
+                return kept.get_tensor("ranks")
+    say("measuring the heads' ranks on the base's own continuations")
+    return check_port_heads(run, data=data, prompts=prompts, new_tokens=new_tokens, say=say).fit.ranks
+
+
+def read_data(file: Path) -> list[str]:
+    """Documents of a text file.
+
+    Raises:
+        HeadsError: the file is not there, or is no text.
+    """
+    try:
+        return read_text(file)
+    except (OSError, ValueError, EOFError) as error:
+        raise HeadsError(
+            "the text cannot be read",
+            expected="a UTF-8 text file with blank lines between documents, or an .xz of training_text",
+            found=f"{type(error).__name__}: {error}",
+            where=file,
+        ) from error
+
+
+def export_port_heads(run: PortRun, layout: str, out: Path, *, as_pickle: bool = False) -> HeadsExportResult:
+    """Write the port's heads in another layout.
+
+    Args:
+        run: the port.
+        layout: a key of `heads_export.EXPORT_LAYOUTS`.
+        out: a folder that is not there yet, or empty.
+        as_pickle: a .pt file in place of safetensors.
+
+    Raises:
+        HeadsError: an unknown layout, or heads that cannot be read.
+        RunFolderError: the folder is occupied.
+    """
+    watch = Stopwatch()
+    find_export_layout(layout)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunFolderError(
+            "the output folder is occupied", expected="a new or empty folder", where=out, next_step="name another"
+        )
+    base = read_port_base(run.port, None)
+    heads = read_port_heads(run.port, base, check_values=True)
+    tensors, config = export_tensors(heads, layout, lambda: _base_matrix(run))
+    config = {"base_model_name_or_path": run.port.base_path.stem, **config}
+    with replace_folder(out) as folder:
+        name = write_export(folder, tensors, config, as_pickle=as_pickle).name
+    outcome = StepOutcome(
+        step="heads export",
+        verdict=Verdict.PASS,
+        summary=f"{heads.num_heads} heads of the layout {heads.layout} written as {EXPORT_LAYOUTS[layout]}",
+        covered=(Coverage.WEIGHTS,),
+        figures={"tensors": len(tensors), "warnings": list(heads.warnings)},
+        products=(name, "config.json"),
+        seconds=watch.seconds,
+    )
+    return HeadsExportResult(outcome, out / name)
+
+
+def _base_matrix(run: PortRun) -> torch.Tensor:
+    return load_reference(run.port.base_path).model.get_output_embeddings().weight.detach()
+
+
+def format_check(result: HeadsCheckResult) -> str:
+    """A table for a terminal."""
+    lines = [f"{'head':>4} {'top-1':>7} {'top-5':>7} {'chance':>7} {'positions':>9}  verdict"]
+    for reading in result.fit.readings:
+        shares = f"{reading.top1:7.1%} {reading.top5:7.1%} {reading.chance1:7.1%} {reading.positions:9d}"
+        lines.append(f"{reading.head:4d} {shares}  {reading.verdict}")
+    lines += [f"note: {note}" for note in (*result.outcome.figures["warnings"], *result.fit.notes)]
+    lines.append(f"heads check: {result.outcome.verdict.value} - {result.outcome.summary}")
+    return "\n".join(lines)
+
+
+def format_export(result: HeadsExportResult) -> str:
+    """One sentence and the file."""
+    return f"heads export: {result.outcome.summary}\n{result.file}"

@@ -1,0 +1,186 @@
+"""The training of heads for a port: text in, heads in the original layout with a card and a tree out.
+
+Started with torchrun, each process takes its share of the prompts and of every training step; the first one writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from porting_kit.alignment.reference import load_reference
+from porting_kit.errors import HeadsError, RunFolderError
+from porting_kit.medusa.heads import HEADS_FILE
+from porting_kit.medusa.training import TrainedHeads, train_heads, write_trained_heads
+from porting_kit.medusa.training_run import TrainingSettings
+from porting_kit.outcomes import Coverage, StepOutcome, Verdict
+from porting_kit.provenance import fingerprint_path, hash_value
+from porting_kit.run_folder import replace_folder
+from porting_kit.steps.context import PortRun, Stopwatch
+from porting_kit.steps.heads import FOLDER, Say, read_data
+
+TRAINED_FOLDER = "trained"
+
+CPU_SETTINGS = {"prompts": 64, "new_tokens": 32, "generation_rows": 16, "batch_positions": 256, "steps": 200}
+"""Without a GPU: enough to see that it works, not to train well. Each can be given on the command line."""
+
+
+@dataclass(frozen=True)
+class HeadsTrainResult:
+    """Heads that were trained and where they are."""
+
+    outcome: StepOutcome
+    trained: TrainedHeads
+    folder: Path
+
+    def document(self) -> dict[str, Any]:
+        """The `--json` document."""
+        return {**self.outcome.as_dict(), **self.trained.as_dict(), "folder": str(self.folder)}
+
+
+def train_port_heads(
+    run: PortRun,
+    data: Path,
+    *,
+    out: Path | None = None,
+    settings: dict[str, Any] | None = None,
+    restart: bool = False,
+    say: Say = print,
+) -> HeadsTrainResult:
+    """Train heads on the base's own continuations of prompts cut from a text.
+
+    An interrupted run goes on where it was: progress is kept in the run folder under a name made from the base, the
+    text and the settings. The folder of the heads appears when they are complete, or not at all.
+
+    Args:
+        run: the port; its heads are not read.
+        data: the text.
+        out: where the heads go; `heads/trained` in the run folder when None.
+        settings: fields of TrainingSettings by name; the rest have defaults, smaller ones without a GPU.
+        restart: forget an earlier run's progress.
+        say: called with lines of progress.
+
+    Raises:
+        HeadsError: the text is missing or shorter than one window, unusable settings, a loss that is not finite.
+        BaseModelError: the base cannot be loaded or computes what is not finite.
+        RunFolderError: the output folder holds something else.
+    """
+    watch = Stopwatch()
+    has_gpu = torch.cuda.is_available()
+    chosen = make_settings({**({} if has_gpu else CPU_SETTINGS), **(settings or {})})
+    texts = read_data(data)
+    folder = run.folder.root / FOLDER / TRAINED_FOLDER if out is None else out
+    _check_output(folder)
+    identity = {
+        "base": fingerprint_path(run.port.base_path),
+        "text": hashlib.sha256(data.read_bytes()).hexdigest(),
+        "settings": asdict(chosen),
+    }
+    progress = run.folder.root / FOLDER / f"training-{hash_value(identity)[:16]}.pt"
+    if restart:
+        progress.unlink(missing_ok=True)
+    with _processes() as (rank, world):
+        device = f"cuda:{rank % torch.cuda.device_count()}" if has_gpu else "cpu"
+        reference = load_reference(run.port.base_path, dtype=run.port.dtype if has_gpu else "float32", device=device)
+        if reference.tokenizer is None:
+            raise HeadsError(
+                "the base brings no tokenizer, so text cannot be trained on",
+                expected="tokenizer files beside the weights",
+                where=run.port.base_path,
+                next_step="put the base's tokenizer.json into its folder",
+            )
+        trained = train_heads(
+            reference.model,
+            reference.tokenizer,
+            texts,
+            chosen,
+            checkpoint=progress,
+            report=say if rank == 0 else _be_silent,
+            rank=rank,
+            world_size=world,
+        )
+        if rank == 0:
+            card = {"base_files": identity["base"], "data": {"file": data.name, "sha256": identity["text"]}}
+            card |= {"processes": world, "device": torch.cuda.get_device_name() if has_gpu else "cpu"}
+            with replace_folder(folder) as partial:
+                write_trained_heads(trained, chosen, partial, base_name=run.port.base_path.stem, card=card)
+            progress.unlink(missing_ok=True)
+    first = trained.accuracy[0]
+    outcome = StepOutcome(
+        step="heads train",
+        verdict=Verdict.PASS,
+        summary=f"{chosen.num_heads} heads ({chosen.variant}) trained in {chosen.steps} steps: the first agrees in "
+        f"{first.top1:.1%} of held-out positions, {trained.tokens_per_step:.2f} tokens a step",
+        covered=(Coverage.WEIGHTS,),
+        figures={"learning_rate": trained.learning_rate, "positions": trained.positions},
+        products=(HEADS_FILE, "config.json", "card.json", "tree.json"),
+        seconds=watch.seconds,
+    )
+    return HeadsTrainResult(outcome, trained, folder)
+
+
+def make_settings(values: dict[str, Any]) -> TrainingSettings:
+    """TrainingSettings from values by name; None keeps the default.
+
+    Raises:
+        HeadsError: a number that no training can have.
+    """
+    settings = replace(TrainingSettings(), **{name: value for name, value in values.items() if value is not None})
+    counts = ("num_heads", "num_layers", "prompts", "new_tokens", "generation_rows", "batch_positions", "steps")
+    wrong = [f"{name}: {getattr(settings, name)}" for name in counts if getattr(settings, name) < 1]
+    if settings.new_tokens <= settings.num_heads:
+        wrong.append(f"new_tokens: {settings.new_tokens}, not more than the {settings.num_heads} heads")
+    if not settings.learning_rates or min(settings.learning_rates) <= 0:
+        wrong.append(f"learning_rates: {settings.learning_rates}")
+    if wrong:
+        raise HeadsError("the training settings cannot be used", expected="positive numbers", items=wrong)
+    return settings
+
+
+def _check_output(folder: Path) -> None:
+    """Earlier heads of ours may be replaced; anything else may not."""
+    names = {item.name for item in folder.iterdir()} if folder.is_dir() else set()
+    if folder.is_file() or (names and not {HEADS_FILE, "card.json"} <= names):
+        raise RunFolderError(
+            "the output folder holds something that training did not write",
+            expected="a new or empty folder, or earlier heads of this command",
+            found=", ".join(sorted(names)[:5]) or "a file",
+            where=folder,
+            next_step="name another folder with --out",
+        )
+
+
+@contextmanager
+def _processes() -> Iterator[tuple[int, int]]:
+    """(rank, world size) under torchrun, (0, 1) without it."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        yield 0, 1
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield dist.get_rank(), world
+    finally:
+        dist.destroy_process_group()
+
+
+def _be_silent(line: str) -> None:
+    return None
+
+
+def format_training(result: HeadsTrainResult) -> str:
+    """Accuracy by head, and where the heads are."""
+    lines = [f"{'head':>4} {'top-1':>7} {'top-5':>7} {'positions':>9}"]
+    for head in result.trained.accuracy:
+        lines.append(f"{head.head:4d} {head.top1:7.1%} {head.top5:7.1%} {head.positions:9d}")
+    lines.append(f"heads train: {result.outcome.summary}\n{result.folder}")
+    return "\n".join(lines)
