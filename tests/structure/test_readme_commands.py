@@ -22,11 +22,13 @@ def read_targets(makefile: str) -> set[str]:
 
 
 def read_commands() -> dict[str, set[str]]:
-    """The commands of porting-kit, each with its options."""
-    group = typer.main.get_command(app)
+    """The commands of porting-kit, those of a group under two words, each with its options."""
+    commands = {}
+    for name, command in typer.main.get_command(app).commands.items():
+        commands |= {f"{name} {inner}": c for inner, c in getattr(command, "commands", {}).items()} or {name: command}
     return {
         name: {text for parameter in command.params for text in parameter.opts if text.startswith("-")}
-        for name, command in group.commands.items()
+        for name, command in commands.items()
     }
 
 
@@ -46,14 +48,14 @@ def find_readme_problems(readme: str, targets: set[str], commands: dict[str, set
             asked = [word for word in words[1:] if re.fullmatch(r"[a-z][a-z0-9-]*", word)]
             problems += [f"make {word}: no such target" for word in asked if word not in targets]
         if words[:1] == ["porting-kit"] and len(words) > 1 and words[1][0].islower():
-            named.add(words[1])
-            if words[1] not in commands:
-                problems.append(f"porting-kit {words[1]}: no such command")
+            pair = " ".join(words[1:3])
+            name = pair if pair in commands else words[1]
+            named.add(name)
+            if name not in commands:
+                problems.append(f"porting-kit {name}: no such command")
                 continue
             options = re.findall(r"(?<![\w-])--?[a-z][a-z-]*", " ".join(words[2:]))
-            problems += [
-                f"porting-kit {words[1]}: no option {text}" for text in options if text not in commands[words[1]]
-            ]
+            problems += [f"porting-kit {name}: no option {text}" for text in options if text not in commands[name]]
     return problems + [f"porting-kit {name}: not in the README" for name in sorted(set(commands) - named)]
 
 
