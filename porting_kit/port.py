@@ -129,6 +129,7 @@ class Port(_Section):
     name: str
     base: str
     dtype: Dtype = "float16"
+    base_checkpoint: str | None = None
     heads: Heads
     trtllm: TensorRTLLM = TensorRTLLM()
     tree: str | list[list[StrictInt]] = "auto"
@@ -182,6 +183,11 @@ class Port(_Section):
     def base_path(self) -> Path:
         """The base model: a folder, or a GGUF file."""
         return self.resolve_path(self.base)
+
+    @property
+    def base_checkpoint_path(self) -> Path | None:
+        """A TensorRT-LLM checkpoint of the base that heads are added to; None converts the base here."""
+        return None if self.base_checkpoint is None else self.resolve_path(self.base_checkpoint)
 
     @property
     def heads_path(self) -> Path:

@@ -4,7 +4,7 @@ Letters: E hidden, D head size, H query heads, K key/value heads, V vocabulary, 
 heads, R residual layers per head.
 """
 
-from porting_kit.conversion.convert import ConversionOutcome, checkpoint_tensors, convert_checkpoint
+from porting_kit.conversion.convert import ConversionOutcome, add_heads, checkpoint_tensors, convert_checkpoint
 from porting_kit.conversion.heads import HeadSet, read_head_set
 from porting_kit.conversion.plan import plan_conversion
 from porting_kit.conversion.planned import ConversionPlan
@@ -15,6 +15,7 @@ __all__ = [
     "ConversionPlan",
     "HeadSet",
     "TensorSource",
+    "add_heads",
     "checkpoint_tensors",
     "convert_checkpoint",
     "open_tensor_source",

@@ -231,6 +231,8 @@ def join_pieces(planned: PlannedTensor, parts: Sequence[torch.Tensor]) -> torch.
         ConversionError: two ranks hold different values where they must agree.
     """
     first = parts[0]
+    if planned.shard.first_rank_only and any(bool(part.any()) for part in parts[1:]):
+        raise ConversionError(f"{planned.target} should be zero on every rank but the first: the ranks are summed")
     if planned.shard.dim is None or len(parts) == 1:
         if not planned.shard.first_rank_only and any(not torch.equal(first, part) for part in parts[1:]):
             raise ConversionError(f"ranks hold different copies of {planned.target}")

@@ -88,22 +88,25 @@ def build_config(
     ]
     rows += [row for row in whole if row.target not in written]
     if heads is not None:
-        rows += [
-            FieldRow("num_medusa_heads", heads.num_heads, None, "derived", "counted from the head tensors"),
-            FieldRow("num_medusa_layers", heads.num_layers, None, "derived", "counted from the head tensors"),
-            FieldRow(
-                "medusa_hidden_act", "silu", None, "derived", "heads are trained with SiLU, whatever the base has"
-            ),
-        ]
-        draft = DEFAULT_DRAFT_TOKENS if max_draft_len is None else max_draft_len
-        kind = "defaulted" if max_draft_len is None else "derived"
-        # The bundled definitions have a name in place of a release number.
-        is_numbered = release is not None and release_key(release) is not None
-        names = dict.fromkeys(("max_draft_len", *([draft_limit_key(release)] if is_numbered else [])))
-        rows += [FieldRow(name, draft, None, kind, "draft tokens of the largest tree") for name in names]
+        rows += list_head_rows(heads, max_draft_len, release)
     rows += [FieldRow(None, base.raw[key], key, "dropped", _why_dropped(key)) for key in base.unread_keys]
     rows += _unwritten_rows(base)
     return _nest(rows), tuple(rows)
+
+
+def list_head_rows(heads: HeadSet, max_draft_len: int | None, release: str | None) -> list[FieldRow]:
+    """The keys that Medusa heads add; arguments as for `build_config`."""
+    draft = DEFAULT_DRAFT_TOKENS if max_draft_len is None else max_draft_len
+    kind = "defaulted" if max_draft_len is None else "derived"
+    # The bundled definitions have a name in place of a release number.
+    is_numbered = release is not None and release_key(release) is not None
+    names = dict.fromkeys(("max_draft_len", *([draft_limit_key(release)] if is_numbered else [])))
+    return [
+        FieldRow("num_medusa_heads", heads.num_heads, None, "derived", "counted from the head tensors"),
+        FieldRow("num_medusa_layers", heads.num_layers, None, "derived", "counted from the head tensors"),
+        FieldRow("medusa_hidden_act", "silu", None, "derived", "heads are trained with SiLU, whatever the base has"),
+        *(FieldRow(name, draft, None, kind, "draft tokens of the largest tree") for name in names),
+    ]
 
 
 def _nest(rows: list[FieldRow]) -> dict[str, Any]:

@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from porting_kit.architectures.base_config import BaseConfig, read_base_config
-from porting_kit.conversion.config_fields import build_config
+from porting_kit.conversion.base_checkpoint import (
+    is_base_checkpoint,
+    join_config,
+    open_base_checkpoint,
+    plan_joining,
+)
+from porting_kit.conversion.config_fields import FieldRow, build_config
 from porting_kit.conversion.estimate import require_room
 from porting_kit.conversion.heads import HeadSet, read_head_set
 from porting_kit.conversion.journal import describe_conversion
-from porting_kit.conversion.output_folder import RECEIPT, OutputFolder, open_output
+from porting_kit.conversion.output_folder import CONFIG, RECEIPT, OutputFolder, open_output
 from porting_kit.conversion.plan import plan_conversion
 from porting_kit.conversion.planned import (
     FITTED_ORIGIN,
@@ -82,6 +88,12 @@ def convert_checkpoint(
             for the next run, under names that no reader takes for a checkpoint.
     """
     started = time.perf_counter()
+    if is_base_checkpoint(Path(base_folder)):
+        raise CheckpointError(
+            "the base is a TensorRT-LLM checkpoint, not a Hugging Face model",
+            where=base_folder,
+            next_step="name it as base_checkpoint, which adds the heads to it; base stays the Hugging Face model",
+        )
     base, source, heads = _open_inputs(base_folder, heads)
     dtype = dtype or choose_dtype(base)
     require_release(base, release)
@@ -97,38 +109,116 @@ def convert_checkpoint(
     )
     if fit is not None:
         plan = fit.refit_plan(plan, config)
-    out_folder = Path(out_folder)
+    return write_checkpoint(
+        plan,
+        source,
+        heads,
+        config,
+        table,
+        Path(out_folder),
+        verify=verify,
+        fit=fit,
+        workers=workers,
+        progress=progress,
+        documents=documents,
+        started=started,
+    )
+
+
+def add_heads(
+    base_checkpoint: str | Path,
+    out_folder: str | Path,
+    heads: HeadSet | str | Path,
+    *,
+    max_draft_len: int | None = None,
+    release: str | None = None,
+    verify: bool = True,
+    workers: int | None = None,
+    progress: ShowProgress | None = None,
+    documents: Mapping[str, Any] | None = None,
+) -> ConversionOutcome:
+    """Copy a TensorRT-LLM checkpoint of the base and add Medusa heads, for the same ranks and in the same dtype.
+
+    Args:
+        base_checkpoint: config.json and rank*.safetensors, by upstream's converter or any other.
+        rest: as for `convert_checkpoint`.
+
+    Raises:
+        CheckpointError: see `open_base_checkpoint`. HeadsError: the heads do not fit it.
+    """
+    started = time.perf_counter()
+    base, source = open_base_checkpoint(Path(base_checkpoint))
+    heads = heads if isinstance(heads, HeadSet) else read_head_set(heads)
+    config, table = join_config(base, heads, max_draft_len, release)
+    return write_checkpoint(
+        plan_joining(base, source, heads),
+        source,
+        heads,
+        config,
+        table,
+        Path(out_folder),
+        verify=verify,
+        workers=workers,
+        progress=progress,
+        documents=documents,
+        started=started,
+    )
+
+
+def write_checkpoint(
+    plan: ConversionPlan,
+    source: TensorSource,
+    heads: HeadSet | None,
+    config: dict[str, Any],
+    table: tuple[FieldRow, ...],
+    out_folder: Path,
+    *,
+    verify: bool,
+    fit: TargetFit | None = None,
+    workers: int | None = None,
+    progress: ShowProgress | None = None,
+    documents: Mapping[str, Any] | None = None,
+    started: float | None = None,
+) -> ConversionOutcome:
+    """Carry out a plan. Arguments and errors as for `convert_checkpoint`.
+
+    Args:
+        config, table: config.json and where its fields came from.
+        started: `time.perf_counter()` when the work began; now when None.
+    """
+    started = time.perf_counter() if started is None else started
     _refuse_source_folder(out_folder, source, heads)
     require_room(plan, out_folder)
     sources = [source, *([heads.source] if heads is not None else [])]
     description = describe_conversion(plan, sources, config)
     if fit is not None:
-        description["fit"] = uuid.uuid4().hex
+        description["fit"] = uuid.uuid4().hex  # equal to no other: a fit looks at all of a layer again
     ranks = [plan.rank_tensors(rank) for rank in range(plan.world_size)]
     with open_output(out_folder, ranks, description) as output, SourceDigests(sources) as digests:
         warnings = list_warnings(plan, source, heads)
         if output.note:
             warnings += (f"an interrupted conversion was started again: {output.note}",)
-        resumed = len(output.done)
         if fit is None:
             verified = _stream_values(plan, source, heads, output, workers, progress, verify)
         else:
             verified = _write_fitted(iterate_targets(plan, source, heads, fit), plan, output, verify)
             config, table = fit.finish_config(config, table)
-        for file in {file for one in sources for file in one.files()}:
-            next(one for one in sources if file in one.files()).check_unchanged(file)
+        source_files = digests.collect()
+        for one in sources:
+            for file in one.files():
+                one.check_unchanged(file)
         outcome = ConversionOutcome(
             config=config,
             field_table=table,
             sources=list_source_fates(plan, source, heads),
             targets=tuple(describe_target(planned) for planned in plan.tensors),
-            files=(*(file.path for file in output.ranks), out_folder / "config.json"),
+            files=(*(file.path for file in output.ranks), out_folder / CONFIG),
             warnings=warnings,
             verified=verified,
             seconds=time.perf_counter() - started,
-            source_files=digests.collect(),
+            source_files=source_files,
             rules=plan.rules_digest,
-            resumed_spans=resumed,
+            resumed_spans=len(output.done),
         )
         output.finish(config, {**(documents or {}), RECEIPT: outcome.receipt()})
     return outcome

@@ -7,15 +7,16 @@ judged by the base; the layers are compared one by one; a failure is given a cau
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from porting_kit.errors import KernelRefusal
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.run_folder import replace_folder, write_json
-from porting_kit.steps.alignment_session import AlignmentSession
+from porting_kit.steps.alignment_session import AlignmentSession, current_rank
 from porting_kit.steps.context import PortRun, finish_step, running_step
 from porting_kit.steps.prerequisites import require_steps
+from porting_kit.steps.ranks import explain_ranks, join_ranks, launch_ranks, needs_ranks, wait_for_ranks, world_size
 
 RESULT_FILE = "alignment.json"
 TOKENS_FILE = "output_ids.npy"
@@ -65,23 +66,47 @@ def align_port(run: PortRun, session: AlignmentSession | None = None) -> AlignRe
         EnvironmentMissing: the engine or kernel asked for needs a machine that this is not.
     """
     _require_possible(run)
+    join_ranks(run)
+    if current_rank():
+        return _follow(run)
     require_steps(run, "patch", "convert")
+    wait_for_ranks()
     with running_step(run, "align") as watch:
         session = session or AlignmentSession(run)
-        session.require_fitted_length()
         try:
-            alignment = session.align_captured() if run.port.engine == "captured" else session.align()
+            alignment = launch_ranks(run) if needs_ranks(run) else align_session(session)
         except KernelRefusal as refusal:
             outcome = StepOutcome(
                 "align", Verdict.REFUSED, refusal.subject, figures=refusal.as_dict(), failing_gate=refusal.expected
             )
             return AlignResult(finish_step(run, outcome, watch), None, session.reference.tokenizer)
-        alignment = session.explain(alignment)
         with replace_folder(run.folder.alignment) as folder:
             write_json(folder / RESULT_FILE, alignment.as_dict())
             session.write_tokens(folder / TOKENS_FILE, alignment)
         outcome = _judge(alignment, session)
         return AlignResult(finish_step(run, outcome, watch), alignment, session.reference.tokenizer)
+
+
+def align_session(session: AlignmentSession) -> Any:
+    """Align what is opened and explain the result; on several ranks every one of them calls this. Writes nothing."""
+    session.require_fitted_length()
+    if session.run.port.engine == "captured":
+        return session.explain(session.align_captured())
+    result = session.align()
+    if world_size(session.run) == 1:
+        return session.explain(result)
+    return explain_ranks(session, replace(result, layers=session.compare_layers(result)))
+
+
+def _follow(run: PortRun) -> AlignResult:
+    """One of the ranks that only take part: same calls, same verdict, nothing written."""
+    wait_for_ranks()
+    session = AlignmentSession(run)
+    try:
+        alignment = align_session(session)
+    except KernelRefusal as refusal:
+        return AlignResult(StepOutcome("align", Verdict.REFUSED, refusal.subject), None)
+    return AlignResult(_judge(alignment, session), alignment)
 
 
 def _require_possible(run: PortRun) -> None:

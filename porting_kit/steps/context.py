@@ -21,9 +21,21 @@ RUNS_FOLDER = "runs"
 STEP_FIELDS = {
     "preflight": ("base", "dtype", "heads", "trtllm", "tree", "target", "fit", "kernel"),
     "patch": ("base", "heads", "trtllm", "fit"),
-    "convert": ("base", "dtype", "heads", "trtllm", "tree", "target", "fit"),
-    "build": ("base", "dtype", "heads", "trtllm", "tree", "target", "fit"),
-    "align": ("base", "dtype", "heads", "trtllm", "tree", "target", "fit", "kernel", "engine", "alignment"),
+    "convert": ("base", "base_checkpoint", "dtype", "heads", "trtllm", "tree", "target", "fit"),
+    "build": ("base", "base_checkpoint", "dtype", "heads", "trtllm", "tree", "target", "fit"),
+    "align": (
+        "base",
+        "base_checkpoint",
+        "dtype",
+        "heads",
+        "trtllm",
+        "tree",
+        "target",
+        "fit",
+        "kernel",
+        "engine",
+        "alignment",
+    ),
     "report": (),
 }
 
@@ -45,6 +57,8 @@ class PortRun:
         hashes = {f"port.{name}": hash_value(self.port.fields(name)) for name in fields}
         if "base" in fields:
             hashes["base files"] = fingerprint_path(self.port.base_path)
+        if "base_checkpoint" in fields and self.port.base_checkpoint_path is not None:
+            hashes["base checkpoint files"] = fingerprint_path(self.port.base_checkpoint_path)
         if "heads" in fields:
             hashes["heads files"] = fingerprint_path(self.port.heads_path)
         return hashes

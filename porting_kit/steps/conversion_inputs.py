@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from porting_kit.architectures.base_config import BaseConfig
+from porting_kit.conversion.base_checkpoint import CheckpointBase, open_base_checkpoint, plan_joining
 from porting_kit.conversion.config_fields import build_config
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.plan import plan_conversion
 from porting_kit.conversion.planned import ConversionPlan
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
+from porting_kit.errors import CheckpointError
 from porting_kit.kernel_fit.plan import FitPlan
 from porting_kit.medusa.tree import MedusaTree
 from porting_kit.port import Port
@@ -30,7 +32,7 @@ TREE_FILE = "medusa_choices.json"
 
 @dataclass(frozen=True)
 class ConversionInputs:
-    """The parts of one port's conversion."""
+    """The parts of one port's conversion. `joined`: the base checkpoint that heads are added to, then the source."""
 
     port: Port
     source_tree: SourceTree
@@ -40,6 +42,7 @@ class ConversionInputs:
     heads: HeadSet
     tree: MedusaTree
     fit: FitPlan
+    joined: CheckpointBase | None = None
 
     @property
     def sources(self) -> tuple[TensorSource, ...]:
@@ -55,6 +58,8 @@ class ConversionInputs:
         Raises:
             BaseModelError, HeadsError, ConversionError: see `plan_conversion`.
         """
+        if self.joined is not None:
+            return plan_joining(self.joined, self.source, self.heads)
         target = self.port.target
         ranks = {"tp_size": target.tp_size, "pp_size": target.pp_size}
         options = {"dtype": self.port.dtype, "heads": self.heads, "release": self.release, **ranks}
@@ -67,6 +72,7 @@ def open_conversion(port: Port, *, check_values: bool = False) -> ConversionInpu
 
     Raises:
         BaseModelError, HeadsError, TreeError, SourceTreeError: unusable input.
+        CheckpointError: the port's base checkpoint cannot be used, or is not what the port asks for.
     """
     source_tree = open_port_tree(port)
     profile = target_profile(port, source_tree)
@@ -74,6 +80,11 @@ def open_conversion(port: Port, *, check_values: bool = False) -> ConversionInpu
     source = open_tensor_source(port.base_path)
     base = read_port_base(port, release, source)
     heads = read_port_heads(port, base, check_values=check_values)
+    fit = plan_port_fit(port, base, profile)
+    joined = None
+    if port.base_checkpoint_path is not None:
+        joined, source = open_base_checkpoint(port.base_checkpoint_path)
+        _check_joined(port, base, joined, fit)
     return ConversionInputs(
         port=port,
         source_tree=source_tree,
@@ -82,5 +93,36 @@ def open_conversion(port: Port, *, check_values: bool = False) -> ConversionInpu
         source=source,
         heads=heads,
         tree=read_port_tree(port, heads),
-        fit=plan_port_fit(port, base, profile),
+        fit=fit,
+        joined=joined,
     )
+
+
+def _check_joined(port: Port, base: BaseConfig, joined: CheckpointBase, fit: FitPlan) -> None:
+    """The base checkpoint must be what the port would have converted."""
+    wanted = (
+        base.architecture,
+        base.hidden_size,
+        base.vocab_size,
+        port.dtype,
+        port.target.tp_size,
+        port.target.pp_size,
+    )
+    found = (joined.architecture, joined.hidden_size, joined.vocab_size, joined.dtype, *joined.ranks)
+    if wanted != found:
+        names = ("architecture", "hidden size", "vocabulary", "dtype", "tp_size", "pp_size")
+        unlike = [name for name, one, two in zip(names, wanted, found, strict=True) if one != two]
+        raise CheckpointError(
+            f"the base checkpoint is of another {' and '.join(unlike)} than the port",
+            expected=", ".join(map(str, wanted)),
+            found=", ".join(map(str, found)),
+            where=joined.where,
+            next_step="correct the port file, or convert the base again",
+        )
+    if fit.steps:
+        raise CheckpointError(
+            "a kernel fit changes the base's attention, so the base must be converted here",
+            expected="fit: off, or no base_checkpoint",
+            found=f"fit: {fit}",
+            where=joined.where,
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from porting_kit.conversion import ConversionOutcome, convert_checkpoint
+from porting_kit.conversion import ConversionOutcome, add_heads, convert_checkpoint
 from porting_kit.conversion.estimate import ConversionEstimate, estimate_conversion
 from porting_kit.conversion.output_folder import RECEIPT
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
@@ -60,20 +60,26 @@ def convert_port(run: PortRun, *, verify: bool = True, workers: int | None = Non
         inputs = open_conversion(run.port, check_values=True)
         activations = measure_port_activations(run.port, inputs.source_tree, inputs.fit)
         with ProgressBar("convert") as bar:
-            conversion = convert_checkpoint(
-                run.port.base_path,
-                run.folder.checkpoint,
-                heads=inputs.heads,
-                dtype=run.port.dtype,
-                tp_size=run.port.target.tp_size,
-                pp_size=run.port.target.pp_size,
-                release=inputs.release,
-                verify=verify,
-                fit=inputs.fit.for_conversion(activations) if inputs.fit.steps else None,
-                workers=workers,
-                progress=bar.show,
-                documents={TREE_FILE: inputs.tree.choices()},
-            )
+            options = {
+                "heads": inputs.heads,
+                "release": inputs.release,
+                "verify": verify,
+                "workers": workers,
+                "progress": bar.show,
+                "documents": {TREE_FILE: inputs.tree.choices()},
+            }
+            if inputs.joined is not None:
+                conversion = add_heads(run.port.base_checkpoint_path, run.folder.checkpoint, **options)
+            else:
+                conversion = convert_checkpoint(
+                    run.port.base_path,
+                    run.folder.checkpoint,
+                    dtype=run.port.dtype,
+                    tp_size=run.port.target.tp_size,
+                    pp_size=run.port.target.pp_size,
+                    fit=inputs.fit.for_conversion(activations) if inputs.fit.steps else None,
+                    **options,
+                )
         return ConvertResult(finish_step(run, _judge(run, inputs, conversion), watch), conversion)
 
 

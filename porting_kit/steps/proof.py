@@ -12,6 +12,7 @@ from typing import Any
 
 from porting_kit.conversion.output_folder import CONFIG, RECEIPT
 from porting_kit.conversion.proof import Failure, Proof, open_ranks, prove_fitted, prove_targets
+from porting_kit.conversion.shard_faults import ShardFault, explain_failures
 from porting_kit.conversion.source_digests import SourceDigests
 from porting_kit.errors import CheckpointError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
@@ -31,16 +32,24 @@ class ProofResult:
         outcome: pass, or fail with the tensors named.
         proof: counts and failures.
         changed_files: source files that are not those of the receipt.
+        mistakes: what explains the failures: a known way of cutting wrongly, or other values.
     """
 
     outcome: StepOutcome
     proof: Proof
     changed_files: tuple[str, ...]
+    mistakes: tuple[ShardFault, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """The `--json` document."""
         failures = [failure.__dict__ for failure in self.proof.failures]
-        return {**self.outcome.as_dict(), "failures": failures, "changed_files": list(self.changed_files)}
+        mistakes = [mistake.__dict__ for mistake in self.mistakes]
+        return {
+            **self.outcome.as_dict(),
+            "failures": failures,
+            "unproved_by": mistakes,
+            "changed_files": list(self.changed_files),
+        }
 
 
 def prove_port(run: PortRun, *, workers: int | None = None) -> ProofResult:
@@ -57,29 +66,31 @@ def prove_port(run: PortRun, *, workers: int | None = None) -> ProofResult:
     earlier = run.folder.require(STEP, run.inputs(STEP))
     inputs = open_conversion(run.port)
     with SourceDigests(inputs.sources) as digests:
-        proof = _prove(run, inputs, workers or default_workers())
+        proof, mistakes = _prove(run, inputs, workers or default_workers())
         changed = _find_changed_files(run, digests)
-    outcome = _judge(earlier, proof, changed)
+    outcome = _judge(earlier, proof, mistakes, changed)
     run.folder.finish(outcome)
-    return ProofResult(outcome, proof, changed)
+    return ProofResult(outcome, proof, changed, mistakes)
 
 
-def _prove(run: PortRun, inputs: ConversionInputs, workers: int) -> Proof:
+def _prove(run: PortRun, inputs: ConversionInputs, workers: int) -> tuple[Proof, tuple[ShardFault, ...]]:
     folder = run.folder.checkpoint
     fit = None
     if inputs.fit.steps:
         fit = inputs.fit.for_conversion(measure_port_activations(run.port, inputs.source_tree, inputs.fit))
     plan = inputs.plan(fit)
     readers = open_ranks(plan, folder)
+    mistakes: tuple[ShardFault, ...] = ()
     if fit is None:
         proof = prove_targets(plan, inputs.source, inputs.heads, readers, workers)
+        mistakes = explain_failures(plan, inputs.source, inputs.heads, readers, proof)
     else:
         proof = prove_fitted(plan, inputs.source, inputs.heads, readers, fit)
     mapping = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("mapping", {})
     if mapping.get("tp_size") != plan.tp_size or mapping.get("pp_size") != plan.pp_size:
         failure = Failure(CONFIG, (), f"the mapping says {mapping}, the files are of {plan.tp_size} x {plan.pp_size}")
         proof = replace(proof, failures=(*proof.failures, failure))
-    return proof
+    return proof, mistakes
 
 
 def _find_changed_files(run: PortRun, digests: SourceDigests) -> tuple[str, ...]:
@@ -97,7 +108,9 @@ def _find_changed_files(run: PortRun, digests: SourceDigests) -> tuple[str, ...]
     return tuple(file.path for file in digests.collect() if stated.get(file.path, file.sha256) != file.sha256)
 
 
-def _judge(earlier: StepOutcome, proof: Proof, changed: tuple[str, ...]) -> StepOutcome:
+def _judge(
+    earlier: StepOutcome, proof: Proof, mistakes: tuple[ShardFault, ...], changed: tuple[str, ...]
+) -> StepOutcome:
     """The convert outcome with the proof in it: a checkpoint that fails must not be used by later steps."""
     figures = {**earlier.figures, "verified": proof.proved, "source_files_changed": list(changed)}
     if not proof.failures:
@@ -109,9 +122,10 @@ def _judge(earlier: StepOutcome, proof: Proof, changed: tuple[str, ...]) -> Step
     first = proof.failures[0]
     figures |= {
         "unproved": [failure.target for failure in proof.failures],
-        "next_step": "convert again; if it stays, the disk or the memory is faulty",
+        "next_step": mistakes[0].fix if mistakes else "convert again; if it stays, the disk or the memory is faulty",
     }
-    summary = f"{len(proof.failures)} of {proof.proved + len(proof.failures)} tensors fail; {first.message}"
+    message = f"{mistakes[0].what}: {mistakes[0].evidence}" if mistakes else first.message
+    summary = f"{len(proof.failures)} of {proof.proved + len(proof.failures)} tensors fail; {message}"
     return replace(
         earlier,
         verdict=Verdict.FAIL,

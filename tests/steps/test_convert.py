@@ -1,0 +1,136 @@
+"""The convert step: estimates, a base checkpoint in place of the base, runs that go on, what is refused early."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from porting_kit.conversion import convert_checkpoint
+from porting_kit.conversion.stream import Progress
+from porting_kit.errors import CheckpointError, ConversionError, PortingKitError
+from porting_kit.outcomes import Verdict
+from porting_kit.steps.compare import compare_folders, format_comparison
+from porting_kit.steps.context import open_port_run
+from porting_kit.steps.convert import convert_port, estimate_port
+from porting_kit.steps.progress import ProgressBar
+from porting_kit.steps.proof import format_proof, prove_port
+from tests.steps.sharded_port import change_ranks, open_run, write_port
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_port(tmp_path_factory.mktemp("convert"))
+
+
+def test_the_estimate_converts_nothing_and_fits_what_is_written(port: Path, tmp_path: Path) -> None:
+    run = open_run(port, tmp_path / "run", tp_size=2)
+    estimate = estimate_port(run)
+    assert estimate.outcome.verdict is Verdict.PASS
+    assert not run.folder.checkpoint.exists()
+    assert run.folder.outcome("convert") is None
+    written = convert_port(run).outcome.figures["bytes"]
+    assert written <= estimate.estimate.output_bytes < written + (2 << 20)
+    assert estimate.document()["estimate"]["seconds"] > 0
+
+
+def test_a_base_checkpoint_gives_the_same_as_the_base(port: Path, tmp_path: Path) -> None:
+    whole, joined = open_run(port, tmp_path / "whole", tp_size=2), tmp_path / "joined"
+    convert_port(whole)
+    convert_checkpoint(port.parent / "base", tmp_path / "upstream", dtype="float32", tp_size=2)
+    overrides = {"target.tp_size": 2, "base_checkpoint": str(tmp_path / "upstream")}
+    run = open_port_run(port, run_folder=joined, overrides=overrides)
+    convert_port(run, verify=False)
+    assert compare_folders(whole.folder.checkpoint, run.folder.checkpoint).outcome.verdict is Verdict.PASS
+    assert prove_port(run).outcome.verdict is Verdict.PASS
+    overrides["target.tp_size"] = 1
+    with pytest.raises(CheckpointError, match="of another tp_size than the port"):
+        convert_port(open_port_run(port, run_folder=tmp_path / "other", overrides=overrides))
+
+
+def test_compare_names_what_differs(port: Path, tmp_path: Path) -> None:
+    one, two = (open_run(port, tmp_path / name) for name in ("one", "two"))
+    convert_port(one)
+    convert_port(two)
+
+    def change(ranks) -> None:
+        ranks[0]["transformer.ln_f.weight"][3] += 0.5
+        del ranks[0]["medusa_heads.0.medusa_layers.0.linear.bias"]
+
+    change_ranks(two.folder.checkpoint, change)
+    file = two.folder.checkpoint / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "norm_epsilon": 1.0}))
+    result = compare_folders(one.folder.checkpoint, two.folder.checkpoint)
+    text = format_comparison(result)
+    assert result.outcome.verdict is Verdict.FAIL
+    assert "transformer.ln_f.weight: values, 1 of 32 values differ, the first at [3], by at most 0.5" in text
+    assert "medusa_heads.0.medusa_layers.0.linear.bias: only in the first" in text
+    assert "config norm_epsilon" in text
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        compare_folders(one.folder.checkpoint, tmp_path)
+
+
+def test_a_proof_converts_first_and_says_what_fails(port: Path, tmp_path: Path) -> None:
+    run = open_run(port, tmp_path / "run")
+    assert prove_port(run).outcome.figures["verified"] > 0
+    change_ranks(run.folder.checkpoint, lambda ranks: ranks[0]["lm_head.weight"].mul_(2))
+    text = format_proof(prove_port(run))
+    assert "FAIL  lm_head.weight (ranks 0)" in text
+    assert "tensors hold other values than the source" in text
+    convert_port(run)
+    assert prove_port(run).outcome.verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"target.tp_size": 3}, "query heads do not divide over the ranks"),
+        ({"target.pp_size": 4}, "layers do not divide"),
+        ({"target.tp_size": 8}, "do not divide over the ranks"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_the_first_second(overrides, message: str, port: Path, tmp_path: Path) -> None:
+    run = open_port_run(port, run_folder=tmp_path / "run", overrides=overrides)
+    started = time.perf_counter()
+    with pytest.raises(ConversionError, match=message):
+        convert_port(run)
+    assert time.perf_counter() - started < 1
+    assert not run.folder.checkpoint.exists()
+
+
+def test_too_little_disk_is_refused_at_once(port: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = open_run(port, tmp_path / "run")
+    convert_port(run)
+    monkeypatch.setattr("porting_kit.conversion.estimate._find_room", lambda folder: 1000)
+    with pytest.raises(PortingKitError, match="too little room"):
+        convert_port(run)
+    assert (run.folder.checkpoint / "config.json").exists()  # the old checkpoint was not touched
+
+
+def test_progress_is_one_line_with_rate_and_time_left() -> None:
+    class Screen:
+        text = ""
+
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> None:
+            self.text += text
+
+        def flush(self) -> None:
+            pass
+
+        def fileno(self) -> int:
+            raise OSError
+
+    screen = Screen()
+    with ProgressBar("convert", screen) as bar:
+        bar.show(Progress(done_bytes=1 << 20, total_bytes=100 << 20, seconds=0.5))
+        assert screen.text == ""
+        bar.show(Progress(done_bytes=20 << 20, total_bytes=100 << 20, seconds=2.0))
+    assert "convert" in screen.text
+    assert "20.0M/100M" in screen.text
+    assert "MB/s" in screen.text
+    assert "<00:0" in screen.text  # time left
