@@ -159,6 +159,15 @@ def run_kernel(session: AlignmentSession) -> str:
     return session.kernel.name if real is None else str(real.build)
 
 
+def describe_divergence(first: Mapping[str, Any]) -> str:
+    """The first token that is not the base's best, in one line; an engine's tokens come without a phase."""
+    phase = f", {first['phase']}" if first["phase"] else ""
+    return (
+        f"prompt {first['prompt']}, position {first['position']}{phase}: token {first['emitted']}, the base prefers "
+        f"{first['preferred']} by {-first['margin']:.4g} logits ({first['kind'].replace('_', '-')})"
+    )
+
+
 def format_alignment(result: AlignResult) -> str:
     """The gates, the first divergence and the cause, for a terminal."""
     lines = []
@@ -168,7 +177,7 @@ def format_alignment(result: AlignResult) -> str:
             lines.append(f"{word:<8} {gate.name}: {gate.detail}")
         document = result.alignment.as_dict()
         if document["first_divergence"]:
-            lines.append(f"first divergence: {document['first_divergence']}")
+            lines.append(f"first divergence: {describe_divergence(document['first_divergence'])}")
         if document["tokens_per_step"] is not None:  # an engine's captured tokens come without step counts
             lines.append(f"tokens per step: {document['tokens_per_step']:.2f}")
     cause = result.cause

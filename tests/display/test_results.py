@@ -21,6 +21,7 @@ from porting_kit.patching.edits import Edit
 from porting_kit.releases.kernels import GateResult
 from porting_kit.releases.pinning import pin_release
 from porting_kit.releases.shape import AttentionShape
+from porting_kit.steps.align import describe_divergence
 from porting_kit.steps.preflight import VALUE_COLUMNS, check_port_file, format_preflight, shorten
 
 
@@ -117,3 +118,21 @@ def test_heads_are_counted_from_one_where_a_reader_looks(proposer, shown):
     first = {**dict.fromkeys(names, 1), "kind": "wrong", "proposed_by": proposer}
     pairs = dict(divergence_facts({"rows": [], "first_divergence": first}).pairs)
     assert pairs.get("proposed by") == shown
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"), [("depth 2", "position 5, depth 2: token 7"), (None, "position 5: token 7")]
+)
+def test_the_first_divergence_is_a_sentence_in_a_terminal(phase, said):
+    first = {
+        "prompt": 3,
+        "position": 5,
+        "phase": phase,
+        "emitted": 7,
+        "preferred": 9,
+        "margin": -1.25,
+        "kind": "near_tie",
+    }
+    text = describe_divergence(first)
+    assert text.startswith("prompt 3, " + said)
+    assert text.endswith("the base prefers 9 by 1.25 logits (near-tie)")
