@@ -1,6 +1,6 @@
 """Naming the cause: which fault explains what was observed, ranked by what each leaves unexplained.
 
-Two faults that explain the same are named as a tie, and none is named when none fits.
+Faults that explain the same are named as a tie, with what would decide between them, and none is named when none fits.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ from typing import Any
 
 from porting_kit.alignment.result import AlignmentResult
 from porting_kit.diagnosis.catalogue import CATALOGUE
+from porting_kit.diagnosis.decision import decide_ties
+from porting_kit.diagnosis.evidence import collect_evidence
 from porting_kit.diagnosis.fault import Fault
-from porting_kit.diagnosis.hypotheses import (
-    Hypothesis,
-    Observation,
-    focus,
-    observe,
-    try_fault,
-    try_faults,
-)
+from porting_kit.diagnosis.hypotheses import Hypothesis
+from porting_kit.diagnosis.observation import Observation, observe
+from porting_kit.diagnosis.own_model import describe_own_model
+from porting_kit.diagnosis.pairs import try_pairs
 from porting_kit.diagnosis.port_state import PortState
+from porting_kit.diagnosis.search import Search, Shelf
 
 EXPLAINED_SHARE = 0.95
 """A cause is named when it explains this share of what the healthy port does not: histories of near-ties may differ."""
 
-WEAK_EVIDENCE = 3
-"""Fewer unexplained tokens and steps than this can be matched by chance."""
+CLEARLY_WORSE = 10.0
+"""With logits, this many times the error is a clear difference; with tokens alone, equal counts are a tie."""
 
 
 @dataclass(frozen=True)
@@ -34,55 +33,75 @@ class Diagnosis:
     """The cause, as far as it can be told.
 
     Args:
-        cause: the fault that explains the observation best; None when none fits or nothing is wrong.
-        ties: other faults that explain it equally well.
+        causes: the fault that explains the observation best, or two at once; empty when none fits or nothing is wrong.
+        ties: other hypotheses that explain it equally well.
         evidence: sentences with the figures behind it.
         hypotheses: all that were tried, best first, the healthy port among them.
         skipped: fault name -> why this port cannot have it.
-        to_explain: tokens and steps that the healthy port does not explain.
-        observed: tokens and steps in all.
+        to_explain: tokens, steps and ends that the healthy port does not explain.
+        observed: tokens, steps and ends in all.
+        decided_by: the one further file that would tell ties apart; None without ties.
+        own_model: what is wrong although the healthy port explains everything; None when nothing is.
+        passes: context passes and replays that it took.
     """
 
-    cause: Fault | None
-    ties: tuple[Fault, ...]
+    causes: tuple[Fault, ...]
+    ties: tuple[Hypothesis, ...]
     evidence: tuple[str, ...]
     hypotheses: tuple[Hypothesis, ...]
     skipped: dict[str, str] = field(default_factory=dict)
     to_explain: int = 0
     observed: int = 0
+    decided_by: str | None = None
+    own_model: str | None = None
+    passes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def cause(self) -> Fault | None:
+        """The fault; the first of two."""
+        return self.causes[0] if self.causes else None
 
     @property
     def verdict(self) -> str:
         """One sentence: the cause, a tie, none of these, or nothing wrong."""
+        if self.own_model is not None:
+            return self.own_model
         if self.to_explain == 0:
             return "nothing to explain: the healthy port emits exactly this"
-        if self.cause is None:
+        if not self.causes:
             return f"none of the {len(self.hypotheses) - 1} faults tried explains the observation"
+        title = " and ".join(fault.title for fault in self.causes)
         if self.ties:
-            also = "; ".join(fault.title for fault in self.ties)
-            return f"{self.cause.title} - or, explaining it equally well: {also}"
-        return self.cause.title
+            also = "; ".join(" and ".join(fault.title for fault in tie.faults) for tie in self.ties)
+            return f"{title} - or, explaining it equally well: {also}"
+        return title
 
     def as_dict(self) -> dict[str, Any]:
         """A JSON-ready dict."""
+        causes = self.causes
         return {
             "verdict": self.verdict,
-            "name": None if self.cause is None else self.cause.title,
-            "fault": None if self.cause is None else self.cause.name,
-            "why": None if self.cause is None else self.cause.cause,
-            "fix": None if self.cause is None else self.cause.fix,
-            "source": None if self.cause is None else self.cause.source,
-            "ties": [fault.title for fault in self.ties],
-            "decided_by": self.cause.decided_by if self.cause is not None and self.ties else None,
+            "name": " and ".join(fault.title for fault in causes) or None,
+            "fault": " + ".join(fault.name for fault in causes) or None,
+            "kind": " + ".join(dict.fromkeys(fault.kind for fault in causes)) or None,
+            "why": "; ".join(fault.cause for fault in causes) or None,
+            "fix": "; ".join(fault.fix for fault in causes) or None,
+            "source": "; ".join(fault.source for fault in causes) or None,
+            "releases": "; ".join(fault.releases for fault in causes) or None,
+            "ties": [" and ".join(fault.title for fault in tie.faults) for tie in self.ties],
+            "decided_by": self.decided_by,
+            "own_model": self.own_model,
             "evidence": list(self.evidence),
             "to_explain": self.to_explain,
             "observed": self.observed,
+            "passes": dict(self.passes),
             "ranking": [
                 {
                     "name": hypothesis.name,
                     "explained": hypothesis.explained,
                     "unexplained_tokens": hypothesis.unexplained_tokens,
                     "unexplained_steps": hypothesis.unexplained_steps,
+                    "unexplained_ends": hypothesis.unexplained_ends,
                     "logit_error": hypothesis.logit_error,
                     "prompts": hypothesis.prompts,
                     "error": hypothesis.error,
@@ -94,7 +113,12 @@ class Diagnosis:
 
 
 def name_cause(
-    state: PortState, observed: Observation | AlignmentResult, faults: Sequence[Fault] = CATALOGUE
+    state: PortState,
+    observed: Observation | AlignmentResult,
+    faults: Sequence[Fault] = CATALOGUE,
+    *,
+    shelf: Shelf | None = None,
+    pair_seconds: float = 60.0,
 ) -> Diagnosis:
     """Rank faults by how well each explains what was observed.
 
@@ -102,72 +126,58 @@ def name_cause(
         state: the healthy port: right weights, exact kernels.
         observed: a failed alignment, or what the port under suspicion emitted.
         faults: hypotheses to try.
+        shelf: where models come from; one that keeps them saves time when the port is asked about again.
+        pair_seconds: processor time that the search for two faults at once may take; 0 leaves it out.
     """
-    observation = observe(observed) if isinstance(observed, AlignmentResult) else observed
-    observation = focus(state, observation)
-    healthy_flags, healthy = try_fault(state, None, observation)
+    result = observed if isinstance(observed, AlignmentResult) else None
+    search = Search(shelf or Shelf(state), observe(observed) if result else observed, seconds=pair_seconds)
+    healthy = search.healthy
+    to_explain = healthy.unexplained
+    if to_explain and not healthy.first_tokens.any() and search.replays_as_observed:
+        to_explain = 0
     skipped = {fault.name: reason for fault in faults if (reason := fault.applies(state)) is not None}
-    possible = [fault for fault in faults if fault.name not in skipped] if healthy_flags.any() else []
-    tried = [healthy, *try_faults(state, possible, observation, healthy_flags)]
-    ranked = sorted(tried, key=_rank)
-    to_explain = int(healthy_flags.sum())
-    best, ties = _choose(ranked, to_explain)
+    possible = [fault for fault in faults if fault.name not in skipped] if to_explain else []
+    tried = [search.try_single(fault) for fault in possible]
+    best, ties = choose(tried, to_explain)
+    if best is None and to_explain and pair_seconds > 0:
+        pairs = try_pairs(search, tried)
+        tried += pairs[:FEW]
+        best, ties = choose(pairs, to_explain)
+    named = [] if best is None else [best, *ties]
+    rest = [hypothesis for hypothesis in (healthy.figures, *tried) if hypothesis not in named]
+    ranked = [*named, *sorted(rest, key=lambda hypothesis: hypothesis.order)]
     return Diagnosis(
-        cause=None if best is None else best.fault,
-        ties=tuple(tie.fault for tie in ties),
-        evidence=_evidence(best, healthy, ranked, to_explain, len(healthy_flags)),
+        causes=() if best is None else best.faults,
+        ties=tuple(ties),
+        evidence=tuple(collect_evidence(search, best, ranked, to_explain, result)),
         hypotheses=tuple(ranked),
         skipped=skipped,
         to_explain=to_explain,
-        observed=len(healthy_flags),
+        observed=len(healthy.tokens) + len(healthy.steps) + int(healthy.ends.any()) * len(healthy.ends),
+        decided_by=decide_ties(search, best, ties) if best is not None and ties else None,
+        own_model=describe_own_model(result, healthy.unexplained) if to_explain == 0 else None,
+        passes={"context": search.context_passes, "replays": search.replays},
     )
 
 
-def _rank(hypothesis: Hypothesis) -> tuple[Any, ...]:
-    error = hypothesis.logit_error if hypothesis.logit_error is not None else 0.0
-    return (hypothesis.error is not None, -hypothesis.prompts, hypothesis.unexplained, error, hypothesis.deficit)
+FEW = 5
+"""Pairs that the ranking lists."""
 
 
-def _choose(ranked: Sequence[Hypothesis], to_explain: int) -> tuple[Hypothesis | None, list[Hypothesis]]:
-    """The best fault and those that tie with it; (None, []) when none fits."""
+def choose(tried: Sequence[Hypothesis], to_explain: int) -> tuple[Hypothesis | None, list[Hypothesis]]:
+    """The best hypothesis and those that tie with it; (None, []) when none fits."""
     allowed = (1 - EXPLAINED_SHARE) * to_explain
-    most = max(hypothesis.prompts for hypothesis in ranked)
-    fitting = [
-        h for h in ranked if h.fault is not None and h.error is None and h.prompts == most and h.unexplained <= allowed
-    ]
+    usable = [hypothesis for hypothesis in tried if hypothesis.error is None]
+    most = max((hypothesis.prompts for hypothesis in usable), default=0)
+    fitting = [h for h in usable if h.prompts == most > 0 and h.unexplained <= allowed and h.explained]
     if to_explain == 0 or not fitting:
         return None, []
-    best = fitting[0]
-    return best, [h for h in fitting[1:] if h.unexplained == best.unexplained and not _is_worse(h, best)]
+    best = min(fitting, key=lambda hypothesis: (hypothesis.is_broad, hypothesis.order))
+    others = [h for h in fitting if h is not best and h.unexplained == best.unexplained and h.is_broad == best.is_broad]
+    return best, [h for h in others if not _is_worse(h, best)]
 
 
 def _is_worse(other: Hypothesis, best: Hypothesis) -> bool:
-    """With logits, ten times the error is a clear difference; with tokens alone, equal counts are a tie."""
     if other.logit_error is None or best.logit_error is None:
         return False
-    return other.logit_error > 10 * max(best.logit_error, 1e-9)
-
-
-def _evidence(
-    best: Hypothesis | None, healthy: Hypothesis, ranked: Sequence[Hypothesis], to_explain: int, observed: int
-) -> tuple[str, ...]:
-    if to_explain == 0:
-        return (f"all {observed} observed tokens and steps are the healthy port's own",)
-    lines = [f"the healthy port does not explain {to_explain} of {observed} observed tokens and steps"]
-    if best is None:
-        nearest = next((h for h in ranked if h.fault is not None and h.error is None), None)
-        if nearest is not None:
-            lines.append(f"nearest is {nearest.name}, which leaves {nearest.unexplained} unexplained")
-        return tuple(lines)
-    lines.append(f"with {best.name} {best.explained} of those are explained and {best.unexplained} of all are not")
-    if best.logit_error is not None:
-        lines.append(
-            f"its logits are within {best.logit_error:.1e} of the observed ones, healthy {healthy.logit_error:.1e}"
-        )
-    runner_up = next((h for h in ranked if h.fault is not None and h is not best and h.error is None), None)
-    if runner_up is not None:
-        where = "" if runner_up.prompts == best.prompts else " of the first prompt"
-        lines.append(f"next best is {runner_up.name}, which leaves {runner_up.unexplained}{where} unexplained")
-    if to_explain < WEAK_EVIDENCE:
-        lines.append("few tokens speak for it: more or longer prompts would make it certain")
-    return tuple(lines)
+    return other.logit_error > CLEARLY_WORSE * max(best.logit_error, 1e-9)

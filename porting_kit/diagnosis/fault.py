@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from porting_kit.diagnosis.port_state import PortState
 
-KINDS = ("weights", "config", "kernel", "tree", "runtime", "heads")
+KINDS = ("weights", "config", "code", "kernel", "tree", "runtime", "heads", "comparison")
+
+EVERY, GENERATION, DRAFTS, READING = "every", "generation", "drafts", "reading"
+PHASES = (EVERY, GENERATION, DRAFTS, READING)
+"""Where a fault shows: in every phase; after the first token only; in the drafts only, so that the text stays right; or
+in how the run was made or read, with a port that is right."""
+
+LOGITS_FILE = "the generation logits (run.py --output_logits_npy, engine built with --gather_generation_logits)"
+STEPS_FILE = "the accepted length of every step (accept_lengths of the Python session)"
 
 
 @dataclass(frozen=True)
@@ -16,7 +25,7 @@ class Fault:
 
     Args:
         name: short name, snake case.
-        kind: what is wrong: weights, config, kernel, tree, runtime or heads.
+        kind: what is wrong: one of `KINDS`.
         title: the cause in a few words, as a verdict shows it.
         symptom: what the user sees.
         cause: why.
@@ -25,8 +34,13 @@ class Fault:
         source: where it was read or reported.
         apply: healthy port -> port with the fault.
         applies: healthy port -> None, or why this port cannot have the fault.
-        needs_release: the fault exists only under these kernels' profile attribute; None for the others.
-        decided_by: what an engine user can bring to tell it from its likes.
+        phase: one of `PHASES`; it decides how many passes a hypothesis costs.
+        variants: other forms of the same fault, tried as well.
+        reread: (port, observation) -> the observation as it looks when this fault is assumed; None leaves it.
+        rescore: (port, logits [n, V], prompt, tokens) -> the logits that chose; None takes them as they are.
+        rescores: other forms of it.
+        accepts_fewer: it says no more of a step than that it accepts fewer drafts than the healthy port.
+        is_broad: it would explain much that is something else, so it is named only when no other fault fits.
     """
 
     name: str
@@ -37,10 +51,23 @@ class Fault:
     fix: str
     releases: str
     source: str
-    apply: Callable[[PortState], PortState]
+    apply: Callable[[PortState], PortState] = lambda state: state
     applies: Callable[[PortState], str | None] = lambda state: None
-    decided_by: str = "the generation logits (run.py --output_logits_npy, engine built with --gather_generation_logits)"
+    phase: str = EVERY
+    variants: tuple[Callable[[PortState], PortState], ...] = ()
+    reread: Callable[[PortState, Any], Any] | None = None
+    rescore: Callable[[PortState, Any, Any, Any], Any] | None = None
+    rescores: tuple[Callable[[PortState, Any, Any, Any], Any], ...] = ()
+    accepts_fewer: bool = False
+    is_broad: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"fault {self.name!r}: kind {self.kind!r} is not one of {', '.join(KINDS)}")
+        if self.phase not in PHASES:
+            raise ValueError(f"fault {self.name!r}: phase {self.phase!r} is not one of {', '.join(PHASES)}")
+
+    @property
+    def forms(self) -> tuple[Callable[[PortState], PortState], ...]:
+        """Every form of the fault, the usual one first."""
+        return (self.apply, *self.variants)

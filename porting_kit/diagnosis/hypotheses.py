@@ -1,192 +1,194 @@
-"""Trying hypotheses: the port with one fault, made to emit what was observed, and what that leaves unexplained.
+"""Trying a hypothesis: what the port with one fault says about the observed text, and what that leaves unexplained.
 
-Under the right hypothesis every emitted token is the model's own best token, within noise, every step accepts as many
-as was observed, and the logits, where there are any, are the observed ones. One wrong token does not disturb the
-judgement of the next, because the history is the observed one.
+The observed text is given to the model, so one wrong token does not disturb the judgement of the next. A fault that
+shows in every phase costs one context pass over prompt and text; one that shows in the generation phase only is
+replayed step by step, with the drafts that its own heads propose. Under the right hypothesis every emitted token is
+the model's own best token within noise, every step accepts as many as was observed, and the logits, where there are
+any, are the observed ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from porting_kit.alignment.gates import ERROR_FACTOR
+from porting_kit.alignment.fit import ContextOracle
 from porting_kit.alignment.noise import relative_errors
 from porting_kit.alignment.oracle import token_margins
-from porting_kit.alignment.result import AlignmentResult
 from porting_kit.diagnosis.fault import Fault
+from porting_kit.diagnosis.observation import PADDED_TO, Observation
 from porting_kit.diagnosis.port_state import PortState
-from porting_kit.errors import PortingKitError
 from porting_kit.medusa.decoding import replay
 
 NO_FAULT = "no fault"
 NEAR_TIE_SHARE = 0.05
 """More near-ties than this are no noise: a model without an opinion would explain everything."""
 
-FOCUS = 3
-"""Hypotheses are tried on this many prompts, those that the healthy port explains worst."""
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What a run of the port produced.
-
-    Args:
-        prompts: token ids.
-        tokens: emitted ids per prompt, at least one each.
-        accepted_lengths: accepted tokens per generation step and prompt; None when not known.
-        logits: [n, V] per prompt, the logits behind each emitted token; None when not known.
-        tolerance: near-tie tolerance in logits, from `alignment.noise`.
-        logits_noise: relative logit error that is noise.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    tokens: Sequence[Sequence[int]]
-    tolerance: float
-    accepted_lengths: Sequence[Sequence[int]] | None = None
-    logits: Sequence[torch.Tensor] | None = None
-    logits_noise: float | None = None
-
-    def select(self, chosen: Sequence[int]) -> Observation:
-        """The same for some of the prompts."""
-
-        def pick(values: Sequence[Any] | None) -> list[Any] | None:
-            return None if values is None else [values[index] for index in chosen]
-
-        return replace(
-            self,
-            prompts=pick(self.prompts),
-            tokens=pick(self.tokens),
-            accepted_lengths=pick(self.accepted_lengths),
-            logits=pick(self.logits),
-        )
+Rescore = Callable[[PortState, torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """How well one fault explains an observation.
+    """How well one fault, or two at once, explain an observation.
 
     Args:
-        fault: the fault, None for the healthy port.
+        faults: none for the healthy port.
         unexplained_tokens: emitted tokens that are not the hypothetical model's best, or that other logits chose,
             beyond noise.
         unexplained_steps: steps that would have accepted another number of tokens; 0 when not observed.
-        explained: of the tokens and steps that the healthy port does not explain, how many this one does.
+        unexplained_ends: texts that end where they should not.
+        explained: of what the healthy port does not explain, how much this one does.
         logit_error: worst relative error against the observed logits; None without them.
         deficit: sum of the logits by which emitted tokens fall short.
-        error: why it could not be tried; then the counts mean nothing.
-        prompts: prompts it was tried on; a hopeless one is dropped after the first.
+        error: why it could not be tried, or is ruled out; then the counts mean nothing.
+        prompts: prompts it was tried on; a hopeless one is dropped after the beginning of the first, which counts 0.
+        form: which of the fault's forms fitted best.
     """
 
-    fault: Fault | None
+    faults: tuple[Fault, ...] = ()
     unexplained_tokens: int = 0
     unexplained_steps: int = 0
+    unexplained_ends: int = 0
     explained: int = 0
     logit_error: float | None = None
     deficit: float = 0.0
     error: str | None = None
     prompts: int = 0
+    form: int = 0
 
     @property
     def name(self) -> str:
-        """The fault's name."""
-        return NO_FAULT if self.fault is None else self.fault.name
+        """The fault's name; two joined by a plus."""
+        return " + ".join(fault.name for fault in self.faults) or NO_FAULT
+
+    @property
+    def fault(self) -> Fault | None:
+        """The fault, None for the healthy port; the first of two."""
+        return self.faults[0] if self.faults else None
 
     @property
     def unexplained(self) -> int:
-        """Tokens and steps together."""
-        return self.unexplained_tokens + self.unexplained_steps
+        """Tokens, steps and ends together."""
+        return self.unexplained_tokens + self.unexplained_steps + self.unexplained_ends
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sort key, the best first."""
+        error = self.logit_error if self.logit_error is not None else 0.0
+        is_ruled_out = self.error is not None
+        size = (self.unexplained, self.is_broad, len(self.faults))
+        return (is_ruled_out, -self.prompts, *size, error, self.deficit)
+
+    @property
+    def is_broad(self) -> bool:
+        """It would explain much that is something else."""
+        return any(fault.is_broad for fault in self.faults)
 
 
-def observe(result: AlignmentResult) -> Observation:
-    """What an alignment saw, with its own measured noise."""
-    return Observation(
-        prompts=result.prompts,
-        tokens=[text.tokens for text in result.texts],
-        tolerance=result.noise.near_tie_tolerance,
-        accepted_lengths=result.accepted_lengths,
-        logits=result.logits,
-        logits_noise=ERROR_FACTOR * result.noise.relative_error,
-    )
+@dataclass(frozen=True)
+class Judgement:
+    """One model's view of an observation.
+
+    Args:
+        tokens: bool, true for each emitted token that it does not explain.
+        steps: the same for each observed step; empty when steps were not looked at.
+        ends: the same for each text's end.
+        first_tokens: of `tokens`, the first one of each prompt.
+        figures: the counts.
+    """
+
+    tokens: torch.Tensor
+    steps: torch.Tensor
+    ends: torch.Tensor
+    first_tokens: torch.Tensor
+    figures: Hypothesis
+
+    @property
+    def unexplained(self) -> int:
+        """Tokens, steps and ends together."""
+        return self.figures.unexplained
 
 
-def try_faults(
-    state: PortState, faults: Sequence[Fault], observation: Observation, healthy_flags: torch.Tensor
-) -> list[Hypothesis]:
-    """Every fault on the most telling prompt, and those that explain half of it on the others too."""
-    first = observation.select([0])
-    first_flags = try_fault(state, None, first)[0]
-    found = []
-    for fault in faults:
-        flags, hypothesis = try_fault(state, fault, first)
-        hypothesis = _count_explained(hypothesis, flags, first_flags)
-        is_hopeless = hypothesis.error is not None or 2 * hypothesis.explained < int(first_flags.sum())
-        if is_hopeless or len(observation.prompts) == 1:
-            found.append(replace(hypothesis, prompts=1))
-        else:
-            flags, hypothesis = try_fault(state, fault, observation)
-            found.append(_count_explained(hypothesis, flags, healthy_flags))
-    return found
+def context_logits(model: Any, observation: Observation) -> list[torch.Tensor]:
+    """What the model's context phase thinks at every emitted token, [n, V] per prompt: one pass."""
+    limit = int(model.config["vocab_size"])
+    texts = [
+        [*prompt, *(token if 0 <= token < limit else 0 for token in row[:-1])]
+        for prompt, row in zip(observation.prompts, observation.tokens, strict=True)
+    ]
+    rows = ContextOracle(model).logits(texts)
+    return [logits[len(prompt) - 1 :] for logits, prompt in zip(rows, observation.prompts, strict=True)]
 
 
-def focus(state: PortState, observation: Observation) -> Observation:
-    """The prompts that say most: those of which the healthy port explains least, the worst first."""
-    model = state.build()
-    indices = range(len(observation.prompts))
-    counts = [int(_judge(model, state, observation.select([index]))[0].sum()) for index in indices]
-    return observation.select(sorted(indices, key=lambda index: -counts[index])[:FOCUS])
+def replayed_logits(model: Any, state: PortState, observation: Observation) -> tuple[list[torch.Tensor], Any]:
+    """The same of the generation phase, step by step, and the accepted lengths of the steps."""
+    limit = int(model.config["vocab_size"])
+    tokens = [[token if 0 <= token < limit else 0 for token in row] for row in observation.tokens]
+    replayed = replay(model, observation.prompts, tokens, state.tree)
+    return [logits[:, :limit] for logits in replayed.logits], replayed.accepted_lengths
 
 
-def try_fault(state: PortState, fault: Fault | None, observation: Observation) -> tuple[torch.Tensor, Hypothesis]:
-    """Run one hypothesis; bool [tokens + steps], true where it does not explain, and the figures."""
-    try:
-        model = (state if fault is None else fault.apply(state)).build()
-        flags, figures = _judge(model, state, observation)
-        return flags, replace(figures, fault=fault, prompts=len(observation.prompts))
-    except (PortingKitError, RuntimeError, TypeError, ValueError) as error:
-        if fault is None:
-            raise
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        return torch.zeros(0, dtype=torch.bool), Hypothesis(fault, error=reason[0])
+def judge(
+    state: PortState,
+    observation: Observation,
+    rows: Sequence[torch.Tensor],
+    accepted_lengths: Sequence[Sequence[int]] | None = None,
+    rescore: Rescore | None = None,
+) -> Judgement:
+    """Compare what a model thinks with what was seen.
 
-
-def _judge(model: Any, state: PortState, observation: Observation) -> tuple[torch.Tensor, Hypothesis]:
-    replayed = replay(model, observation.prompts, observation.tokens, state.tree)
+    Args:
+        state: the healthy port.
+        observation: what was seen.
+        rows: [n, V] per prompt, the model's logits at every emitted token.
+        accepted_lengths: of the model's steps; None leaves steps out of the judgement.
+        rescore: what chose the tokens, when not the logits themselves.
+    """
     tokens = torch.cat([torch.as_tensor(row) for row in observation.tokens])
-    margins, preferred = token_margins(torch.cat([logits.cpu() for logits in replayed.logits]), tokens)
-    wrong_tokens = ~(margins >= -observation.tolerance)
-    near_ties = ~wrong_tokens & (preferred != tokens)
+    logits = [row.double().cpu() for row in rows]
+    chosen = logits
+    if rescore is not None:
+        pairs = zip(logits, observation.prompts, observation.tokens, strict=True)
+        chosen = [rescore(state, row, prompt, emitted) for row, prompt, emitted in pairs]
+    margins, preferred = token_margins(torch.cat(chosen), tokens)
+    wrong = ~(margins >= -observation.tolerance)
+    near_ties = ~wrong & (preferred != tokens)
     if near_ties.sum() > max(NEAR_TIE_SHARE * len(tokens), 1):
-        wrong_tokens = wrong_tokens | near_ties
-    wrong_steps = _compare_steps(observation, replayed.accepted_lengths)
+        wrong = wrong | near_ties
     logit_error = None
     if observation.logits is not None:
-        observed = zip(replayed.logits, observation.logits, strict=True)
-        errors = torch.cat([relative_errors(ours.cpu(), theirs.cpu()) for ours, theirs in observed])
-        logit_error = float(errors.max())
+        pairs = zip(logits, observation.logits, strict=True)
+        errors = torch.cat([relative_errors(ours, theirs.cpu()) for ours, theirs in pairs])
+        logit_error = float(errors.nan_to_num(torch.inf).max())
         if observation.logits_noise is not None:
-            wrong_tokens = wrong_tokens | ~(errors <= observation.logits_noise)
+            wrong = wrong | ~(errors <= observation.logits_noise)
+    if observation.allows_padding:
+        wrong = _forgive_padding(wrong, observation, int(state.config["vocab_size"]))
+    starts = torch.tensor([0, *(len(row) for row in observation.tokens)]).cumsum(0)[:-1]
+    steps = compare_steps(observation, accepted_lengths)
+    ends = torch.tensor([observation.has_wrong_length(index) for index in range(len(observation.tokens))])
     figures = Hypothesis(
-        None,
-        unexplained_tokens=int(wrong_tokens.sum()),
-        unexplained_steps=int(wrong_steps.sum()),
+        unexplained_tokens=int(wrong.sum()),
+        unexplained_steps=int(steps.sum()),
+        unexplained_ends=int(ends.sum()),
         logit_error=logit_error,
-        deficit=float(-margins.clamp(max=0).sum()),
+        deficit=float(-margins.clamp(min=-1e9, max=0).sum()),
+        prompts=len(observation.prompts),
     )
-    return torch.cat([wrong_tokens, wrong_steps]), figures
+    return Judgement(wrong, steps, ends, wrong[starts], figures)
 
 
-def _compare_steps(observation: Observation, replayed: Sequence[Sequence[int]]) -> torch.Tensor:
-    """bool, one per observed step: the replay had no step that starts at this token and accepts as many."""
-    if observation.accepted_lengths is None:
+def compare_steps(observation: Observation, again: Sequence[Sequence[int]] | None) -> torch.Tensor:
+    """bool, one per observed step: the model has no step that starts at this token and accepts as many."""
+    if observation.accepted_lengths is None or again is None:
         return torch.zeros(0, dtype=torch.bool)
     flags = []
-    for tokens, observed, again in zip(observation.tokens, observation.accepted_lengths, replayed, strict=True):
+    for tokens, observed, lengths in zip(observation.tokens, observation.accepted_lengths, again, strict=True):
         starts, root = {}, 1
-        for length in again:
+        for length in lengths:
             starts[root] = min(length, len(tokens) - root)
             root += length
         root = 1
@@ -196,6 +198,21 @@ def _compare_steps(observation: Observation, replayed: Sequence[Sequence[int]]) 
     return torch.tensor(flags, dtype=torch.bool)
 
 
-def _count_explained(hypothesis: Hypothesis, flags: torch.Tensor, healthy: torch.Tensor) -> Hypothesis:
-    explained = int((healthy & ~flags).sum()) if len(flags) else 0
-    return replace(hypothesis, explained=explained)
+def count_explained(judgement: Judgement, healthy: Judgement) -> Hypothesis:
+    """The figures with what this model explains and the healthy port does not."""
+    pairs = [(healthy.tokens, judgement.tokens), (healthy.ends, judgement.ends)]
+    if len(healthy.steps) == len(judgement.steps):
+        pairs.append((healthy.steps, judgement.steps))
+    return replace(judgement.figures, explained=sum(int((before & ~after).sum()) for before, after in pairs))
+
+
+def _forgive_padding(wrong: torch.Tensor, observation: Observation, vocab_size: int) -> torch.Tensor:
+    """An id in the padding is explained; with it in the history nothing behind it can be judged."""
+    padded = -(-vocab_size // PADDED_TO) * PADDED_TO
+    flags, start = wrong.clone(), 0
+    for row in observation.tokens:
+        first = next((at for at, token in enumerate(row) if vocab_size <= token < padded), None)
+        if first is not None:
+            flags[start + first : start + len(row)] = False
+        start += len(row)
+    return flags

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ class PortState:
         class_name: class in it.
         wrappers: put around the built model, in order: faults of the runtime.
         dtype: run in this dtype instead of the config's.
+        attention_window: tokens that a query may see, itself included; None for all.
     """
 
     config: Mapping[str, Any]
@@ -44,6 +46,7 @@ class PortState:
     class_name: str | None = None
     wrappers: tuple[Wrapper, ...] = ()
     dtype: str | None = None
+    attention_window: int | None = None
 
     def build(self) -> Any:
         """The model: the emulator's, inside the wrappers."""
@@ -56,6 +59,11 @@ class PortState:
             class_name=self.class_name,
             dtype=self.dtype,
         )
+        if self.attention_window is not None:
+            model.new_cache = functools.partial(model.new_cache, attention_window=self.attention_window)
+        if self.wrappers or self.attention_window is not None:
+            # Whole steps written down once know nothing of what is changed here.
+            model.open_decoder = lambda *arguments: None
         for wrap in self.wrappers:
             model = wrap(model)
         return model
@@ -71,6 +79,10 @@ class PortState:
     def with_wrapper(self, wrapper: Wrapper) -> PortState:
         """The same port with a runtime fault around its model."""
         return replace(self, wrappers=(*self.wrappers, wrapper))
+
+    def with_window(self, attention_window: int | None) -> PortState:
+        """The same port with another sliding window."""
+        return replace(self, attention_window=attention_window)
 
     def has_tensor(self, ending: str) -> bool:
         """Whether any tensor's name ends so."""

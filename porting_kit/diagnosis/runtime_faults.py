@@ -1,102 +1,16 @@
-"""Faults of the run: tree inputs, cache and heads' outputs handled wrongly. Wrappers around a built model.
-
-A wrapper passes everything on but what it spoils, so wrappers compose in any order.
-"""
+"""Faults of the run: cache rows, accepted paths and numbers handled wrongly. Wrappers around a built model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from porting_kit.medusa.tree import pack_mask, unpack_mask
+from porting_kit.diagnosis.faulty_model import FaultyModel
+from porting_kit.medusa.acceptance import accept_greedy
+from porting_kit.medusa.tree import MedusaTree
 
-
-class FaultyModel:
-    """A model whose tree inputs, cache or outputs are changed on the way.
-
-    Args:
-        model: the model, or another wrapper.
-        offsets: changes int32 [N] position offsets.
-        mask: changes the bool [N, N] tree mask.
-        rows: changes int64 [B, A] rows before the cache keeps them.
-        medusa: changes [M, ...] Medusa logits.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        *,
-        offsets: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        mask: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        medusa: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        self._model = model
-        self._offsets, self._mask, self._rows = offsets, mask, rows
-        self._medusa = medusa
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def new_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's cache; `keep` is spoilt when `rows` is."""
-        cache = self._model.new_cache(*args, **kwargs)
-        if self._rows is not None:
-            keep, spoil = cache.keep, self._rows
-            cache.keep = lambda rows: keep(spoil(rows))
-        return cache
-
-    def prefill(self, *args: Any, **kwargs: Any) -> Any:
-        """Context phase."""
-        return self._spoil_heads(self._model.prefill(*args, **kwargs))
-
-    def decode(
-        self,
-        tokens: torch.Tensor,
-        cache: Any,
-        *,
-        position_offsets: torch.Tensor | None = None,
-        packed_mask: torch.Tensor | None = None,
-    ) -> Any:
-        """Generation phase with the spoilt inputs."""
-        if position_offsets is not None and self._offsets is not None:
-            position_offsets = self._offsets(position_offsets)
-        if packed_mask is not None and self._mask is not None:
-            packed_mask = pack_mask(self._mask(unpack_mask(packed_mask, tokens.shape[1])))
-        output = self._model.decode(tokens, cache, position_offsets=position_offsets, packed_mask=packed_mask)
-        return self._spoil_heads(output)
-
-    def _spoil_heads(self, output: Any) -> Any:
-        if self._medusa is not None and output.medusa_logits is not None:
-            output.medusa_logits = self._medusa(output.medusa_logits)
-        return output
-
-
-def ignore_offsets(model: Any) -> FaultyModel:
-    """Every node of the tree stands at the root's position."""
-    return FaultyModel(model, offsets=torch.zeros_like)
-
-
-def number_offsets(model: Any) -> FaultyModel:
-    """Every node has a position of its own, as in plain text: 0, 1, 2, ..."""
-    return FaultyModel(model, offsets=lambda offsets: torch.arange(offsets.shape[-1]).to(offsets))
-
-
-def reverse_mask_bits(model: Any) -> FaultyModel:
-    """The first node's bit is read as the last one's."""
-    return FaultyModel(model, mask=lambda mask: mask.flip(-1))
-
-
-def transpose_mask(model: Any) -> FaultyModel:
-    """Rows and columns exchanged: a node sees its descendants."""
-    return FaultyModel(model, mask=lambda mask: mask.transpose(-1, -2))
-
-
-def causal_mask(model: Any) -> FaultyModel:
-    """The tree's nodes read as plain text: each sees all before it."""
-    return FaultyModel(model, mask=lambda mask: torch.ones_like(mask).tril())
+INT8_LARGEST = 127
 
 
 def leave_rows_in_place(model: Any) -> FaultyModel:
@@ -146,3 +60,74 @@ class StaleModel(FaultyModel):
         if self._started and self._stale:
             output.logits = output.logits.roll(1, dims=-1)
         return output
+
+
+class WrongBonusModel(FaultyModel):
+    """The token after an accepted path is read at another node: the root, or the node behind the last accepted one.
+
+    Args:
+        model: the model.
+        tree: the tree of every step.
+        node: where it is read: maps the last accepted nodes, int64 [B], and N to nodes.
+    """
+
+    def __init__(self, model: Any, tree: MedusaTree, node: Any) -> None:
+        super().__init__(model)
+        self._tree, self._node = tree, node
+
+    def decode(self, tokens: torch.Tensor, cache: Any, **tree: Any) -> Any:
+        """Generation phase; the accepted path is the one that the right logits confirm."""
+        output = super().decode(tokens, cache, **tree)
+        if tree.get("packed_mask") is not None:
+            chosen = output.logits[..., : int(self.config["vocab_size"])].argmax(-1)
+            last = accept_greedy(tokens, chosen, self._tree).last_rows
+            requests = torch.arange(len(last))
+            source = self._node(last, tokens.shape[1])
+            logits = output.logits.clone()
+            logits[requests, last] = output.logits[requests, source]
+            output.logits = logits
+        return output
+
+
+class ClippedCacheModel(FaultyModel):
+    """The past is kept in int8 with scale 1: whole numbers from -127 to 127."""
+
+    def decode(self, tokens: torch.Tensor, cache: Any, **tree: Any) -> Any:
+        """Generation phase over the rounded past."""
+        longest = int(cache.lengths.max())
+        for tensor in cache._layers.values():
+            past = tensor[..., :longest, :]
+            past.copy_(past.round().clamp(-INT8_LARGEST, INT8_LARGEST))
+        return super().decode(tokens, cache, **tree)
+
+
+class OverflownModel(FaultyModel):
+    """Every logit is undefined, of which the runtime makes token 0."""
+
+    def prefill(self, *args: Any, **kwargs: Any) -> Any:
+        """Context phase."""
+        return self._spoil(super().prefill(*args, **kwargs))
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        """Generation phase."""
+        return self._spoil(super().decode(*args, **kwargs))
+
+    def _spoil(self, output: Any) -> Any:
+        rows = output.logits if isinstance(output.logits, list) else [output.logits]
+        spoilt = []
+        for row in rows:
+            zero = torch.zeros_like(row)
+            zero[..., 0] = 1.0
+            spoilt.append(zero)
+        output.logits = spoilt if isinstance(output.logits, list) else spoilt[0]
+        return output
+
+
+def read_bonus_at_root(last: torch.Tensor, nodes: int) -> torch.Tensor:
+    """The root, whatever was accepted."""
+    return torch.zeros_like(last)
+
+
+def read_bonus_behind(last: torch.Tensor, nodes: int) -> torch.Tensor:
+    """One node too far, as if drafts were counted from the wrong end."""
+    return (last + 1).clamp(max=nodes - 1)

@@ -1,4 +1,4 @@
-"""Faults of weights and config: what a converter gets wrong. Each function changes a healthy `PortState`."""
+"""Faults of weights: what a converter gets wrong. Each function changes a healthy `PortState`."""
 
 from __future__ import annotations
 
@@ -6,32 +6,24 @@ import torch
 
 from porting_kit.diagnosis.port_state import PortState
 
-DEFAULT_ROPE_BASE = 10000.0
-ROPE_BASE_KEYS = ("rotary_base", "rotary_emb_base")
+QKV, DENSE, EMBEDDING, POSITIONS, HEAD = (
+    ".attention.qkv.",
+    ".attention.dense.weight",
+    "transformer.vocab_embedding.weight",
+    "transformer.position_embedding.weight",
+    "lm_head.weight",
+)
 
 
-def drop_bias(state: PortState, ending: str) -> PortState:
+def drop_bias(state: PortState, *endings: str) -> PortState:
     """Zero every bias whose name ends so: what a converter leaves that never reads it."""
-    return state.with_tensors(lambda name, tensor: torch.zeros_like(tensor) if name.endswith(ending) else tensor)
+    return state.with_tensors(lambda name, tensor: torch.zeros_like(tensor) if name.endswith(endings) else tensor)
 
 
-def missing_bias(state: PortState, ending: str) -> str | None:
+def missing_bias(state: PortState, *endings: str) -> str | None:
     """Why `drop_bias` would change nothing."""
-    found = [tensor for name, tensor in state.tensors.items() if name.endswith(ending)]
-    return None if any(bool(tensor.any()) for tensor in found) else f"no {ending} that is not zero"
-
-
-def lose_rope_base(state: PortState) -> PortState:
-    """The rotary base falls back to 10,000."""
-    return state.with_config(**{key: DEFAULT_ROPE_BASE for key in ROPE_BASE_KEYS if key in state.config})
-
-
-def keeps_default_rope_base(state: PortState) -> str | None:
-    """Why losing the base would change nothing."""
-    bases = [state.config[key] for key in ROPE_BASE_KEYS if state.config.get(key) is not None]
-    if not bases or "rope" not in str(state.config.get("position_embedding_type")):
-        return "no rotary base in the config"
-    return None if any(float(base) != DEFAULT_ROPE_BASE for base in bases) else "the base is 10,000"
+    found = [tensor for name, tensor in state.tensors.items() if name.endswith(endings)]
+    return None if any(bool(tensor.any()) for tensor in found) else f"no {endings[0]} that is not zero"
 
 
 def interleave_qkv(state: PortState) -> PortState:
@@ -100,26 +92,6 @@ def is_tied(state: PortState) -> bool:
     return embedding is not None and head is not None and torch.equal(embedding, head[: len(embedding)])
 
 
-def shift_heads(state: PortState) -> PortState:
-    """Head h gets the weights of head h + 1, the last those of the first."""
-    count = int(state.config["num_medusa_heads"])
-
-    def shifted(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        parts = name.split(".")
-        if parts[0] != "medusa_heads":
-            return tensor
-        parts[1] = str((int(parts[1]) + 1) % count)
-        return state.tensors[".".join(parts)]
-
-    return state.with_tensors(shifted)
-
-
-def lacks_heads(state: PortState, at_least: int = 1) -> str | None:
-    """Why no fault of the heads applies."""
-    count = int(state.config.get("num_medusa_heads") or 0)
-    return None if count >= at_least and state.tree is not None else f"fewer than {at_least} heads, or no tree"
-
-
 def nudge_projection(state: PortState) -> PortState:
     """One matrix a little too large: too little to change many tokens, far beyond the rounding of the port's dtype."""
     factor = 1.002 if state.config.get("dtype") == "float32" else 1.1
@@ -132,3 +104,152 @@ def head_counts(state: PortState) -> tuple[int, int, int]:
     H = int(state.config["num_attention_heads"])
     K = int(state.config.get("num_key_value_heads") or H)
     return H, K, int(state.config.get("head_size") or state.config["hidden_size"] // H)
+
+
+def tile_grouped_heads(state: PortState) -> PortState:
+    """Query head h reads key head h mod K, as if the heads were repeated as a block and not each for its group."""
+    H, K, D = head_counts(state)
+
+    def tile(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if QKV not in name:
+            return tensor
+        query, key, value = tensor.split([H * D, K * D, K * D])
+        repeat = (H // K, *(1 for _ in tensor.shape[1:]))
+        return torch.cat([query, key.repeat(repeat), value.repeat(repeat)])
+
+    return state.with_tensors(tile).with_config(num_key_value_heads=H)
+
+
+def lacks_groups(state: PortState) -> str | None:
+    """Why heads cannot be grouped wrongly."""
+    H, K, _ = head_counts(state)
+    return None if 1 < K < H else f"{H} query heads over {K} key heads"
+
+
+def transpose_square(state: PortState) -> PortState:
+    """The square output projection keeps the order of the file, [in, out] in place of [out, in] or the reverse."""
+    return state.with_tensors(lambda name, tensor: tensor.T.contiguous() if name.endswith(DENSE) else tensor)
+
+
+def lacks_square(state: PortState) -> str | None:
+    """Why a wrong transposition would be a shape error and not a silent fault."""
+    shapes = {tuple(tensor.shape) for name, tensor in state.tensors.items() if name.endswith(DENSE)}
+    return None if any(shape[0] == shape[1] for shape in shapes) else "the output projection is not square"
+
+
+def scale_query(state: PortState, power: float) -> PortState:
+    """Query rows times D ** power: 0.5 leaves the logits unscaled, -0.5 scales them twice."""
+    H, K, D = head_counts(state)
+
+    def scale(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if QKV not in name:
+            return tensor
+        query, rest = tensor.split([H * D, 2 * K * D])
+        return torch.cat([query * D**power, rest])
+
+    return state.with_tensors(scale)
+
+
+NORM_PAIRS = ("post_layernorm", "post_attention_layernorm", "mlp_layernorm")
+
+
+def swap_norms(state: PortState) -> PortState:
+    """The layer's two norms change places."""
+    tensors = dict(state.tensors)
+    for name in state.tensors:
+        for second in NORM_PAIRS:
+            other = name.replace(".input_layernorm.", f".{second}.")
+            if other != name and other in state.tensors:
+                tensors[name], tensors[other] = state.tensors[other], state.tensors[name]
+    return state.with_tensors(lambda name, _: tensors[name])
+
+
+def lacks_second_norm(state: PortState) -> str | None:
+    """Why norms cannot change places."""
+    found = any(f".{name}." in tensor for tensor in state.tensors for name in NORM_PAIRS)
+    return None if found else "one norm a layer"
+
+
+COUNTS_FROM_ZERO = ("Gemma", "Nemotron")
+
+
+def shift_norms(state: PortState) -> PortState:
+    """Norm weights one too small where the file counts them from zero, one too large where it does not."""
+    shift = -1.0 if str(state.config.get("architecture")).startswith(COUNTS_FROM_ZERO) else 1.0
+    is_norm = lambda name: name.endswith(("layernorm.weight", "ln_f.weight"))  # noqa: E731
+    return state.with_tensors(lambda name, tensor: tensor + shift if is_norm(name) else tensor)
+
+
+def scale_embedding(state: PortState) -> PortState:
+    """Gemma's factor sqrt(E) on the embedding missing, or put where it does not belong."""
+    root = float(state.config["hidden_size"]) ** 0.5
+    factor = 1 / root if str(state.config.get("architecture")).startswith("Gemma") else root
+    return state.with_tensors(lambda name, tensor: tensor * factor if name == EMBEDDING else tensor)
+
+
+def absorbs_scale(state: PortState) -> str | None:
+    """Why a factor on the embedding would change nothing."""
+    return "a norm follows the embedding" if state.has_tensor("ln_embed.weight") else None
+
+
+def shift_positions(state: PortState) -> PortState:
+    """OPT's table keeps its two leading rows: every position reads the row two places before its own."""
+    return state.with_tensors(lambda name, tensor: tensor.roll(2, 0) if name == POSITIONS else tensor)
+
+
+def lacks_positions(state: PortState) -> str | None:
+    """Why no learned position can be wrong."""
+    return None if POSITIONS in state.tensors else "positions are not learned"
+
+
+def exchange_stages(state: PortState) -> PortState:
+    """The second half of the layers runs first."""
+    count = int(state.config["num_hidden_layers"])
+    half = count // 2
+
+    def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        parts = name.split(".")
+        if parts[:2] != ["transformer", "layers"]:
+            return tensor
+        parts[2] = str((int(parts[2]) + half) % count)
+        return state.tensors[".".join(parts)]
+
+    return state.with_tensors(moved)
+
+
+def exchange_ranks(state: PortState) -> PortState:
+    """Gathered outputs arrive with the two ranks' halves exchanged: the vocabulary, and the heads' hidden states."""
+
+    def exchange(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name.endswith(HEAD) or name.startswith("medusa_heads."):
+            return tensor.roll(len(tensor) // 2, 0)
+        return tensor
+
+    return state.with_tensors(exchange)
+
+
+def lacks_halves(state: PortState) -> str | None:
+    """Why two ranks could not hold this vocabulary's halves."""
+    return "odd vocabulary" if int(state.config["vocab_size"]) % 2 else None
+
+
+def cut_bias_straight(state: PortState) -> PortState:
+    """Two ranks: the weight cut within query, key and value, the bias cut in the middle as it lies."""
+    H, K, D = head_counts(state)
+    sizes = [H * D // 2, K * D // 2, K * D // 2]
+
+    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not name.endswith(".attention.qkv.bias"):
+            return tensor
+        first, second = (half.split(sizes) for half in tensor.split(sum(sizes)))
+        return torch.cat([part for pair in zip(first, second, strict=True) for part in pair])
+
+    return state.with_tensors(cut)
+
+
+def lacks_shardable_bias(state: PortState) -> str | None:
+    """Why a bias cannot be cut wrongly."""
+    H, K, _ = head_counts(state)
+    if H % 2 or K % 2:
+        return f"{H} and {K} heads cannot be cut in two"
+    return missing_bias(state, ".attention.qkv.bias")

@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from porting_kit.alignment.fit import ContextOracle
+from porting_kit.alignment.gates import ERROR_FACTOR
 from porting_kit.alignment.head_oracle import ReferenceHeads, read_reference_heads
+from porting_kit.alignment.inherent import matched_to_library
 from porting_kit.alignment.layers import compare_layers, pair_modules
 from porting_kit.alignment.reference import Reference, load_reference, resolve_dtype
 from porting_kit.alignment.result import AlignmentResult
@@ -28,7 +30,8 @@ from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.plan import plan_conversion
 from porting_kit.conversion.planned import ConversionPlan, plan_scalars
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
-from porting_kit.diagnosis import PortState, name_cause, read_port_state
+from porting_kit.diagnosis import Diagnosis, PortState, name_cause, read_port_state
+from porting_kit.diagnosis.own_model import find_correction
 from porting_kit.emulator import EmulatedModel, open_emulator
 from porting_kit.emulator.xqa import open_xqa_kernel
 from porting_kit.engine.captured import (
@@ -203,19 +206,22 @@ class AlignmentSession:
             options=self.options,
         )
 
-    def read_captured(self, file: Path, logits_file: Path | None = None) -> tuple[CapturedSequence, ...]:
+    def read_captured(
+        self, file: Path, logits_file: Path | None = None, *, padded_to: int = 1
+    ) -> tuple[CapturedSequence, ...]:
         """What an engine answered to the port's prompts: files of TensorRT-LLM's run script.
 
         Args:
             file: `--output_npy` or `--output_csv`.
             logits_file: `--output_logits_npy`, None when there is none.
+            padded_to: ids up to the next multiple of this are read too: padding of the vocabulary, a fault of its own.
         """
         vocab_size = self.reference.vocab_size
         sequences = read_captured_tokens(
             file,
             self.prompts,
             end_ids=self.reference.settings.end_ids,
-            vocab_size=vocab_size,
+            vocab_size=-(-vocab_size // padded_to) * padded_to,
             max_new_tokens=self.run.port.alignment.new_tokens,
         )
         if logits_file is None:
@@ -247,7 +253,24 @@ class AlignmentSession:
             return result
         if self.run.port.target.tp_size * self.run.port.target.pp_size > 1:
             return result
-        return replace(result, cause=name_cause(self.port_state, result).as_dict())
+        diagnosis = name_cause(self.port_state, result)
+        if diagnosis.own_model is not None:
+            diagnosis = self._explain_own_model(diagnosis, result)
+        return replace(result, cause=diagnosis.as_dict())
+
+    def _explain_own_model(self, diagnosis: Diagnosis, result: AlignmentResult) -> Diagnosis:
+        """The same with the change that would make the port its base again, where one is known."""
+        texts = [[*prompt, *text.tokens] for prompt, text in zip(result.prompts, result.texts, strict=True)]
+        shown = {difference.name for difference in result.inherent if difference.applies}
+        applying = [item for item in self.base.definition.differences if item.name in shown]
+        with matched_to_library(self.reference, applying):
+            base_logits = self.reference.logits(texts)
+        bound = ERROR_FACTOR * result.noise.relative_error
+        found = find_correction(self.port_state, base_logits, texts, bound, self.base.sliding_window)
+        if found is None:
+            return diagnosis
+        evidence = (*diagnosis.evidence, found.describe())
+        return replace(diagnosis, causes=(found.fault,), evidence=evidence)
 
     def compare_layers(self, result: AlignmentResult) -> Any:
         """Layer by layer on the longest prompt; None for an engine's captured tokens, which have no layers."""

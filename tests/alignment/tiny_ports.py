@@ -82,8 +82,8 @@ def make_prompts(lengths: Sequence[int] = PROMPT_LENGTHS, seed: int = 5) -> list
     return [torch.randint(3, V, (length,), generator=generator).tolist() for length in lengths]
 
 
-def make_base(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Path:
-    """Save a base whose attention matters and whose tokens are decided."""
+def make_base(folder: Path, family: str, *, seed: int = 0, embedding_scale: float = 1.0, **config: Any) -> Path:
+    """Save a base whose attention matters and whose tokens are decided; more so with small embeddings."""
     kind, settings = BASES[family]
     torch.manual_seed(seed)
     model_config = getattr(transformers, f"{kind}Config")(**{**settings, "eos_token_id": 2, **config})
@@ -97,6 +97,7 @@ def make_base(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Pat
                 parameter.copy_(scale * noise)
             else:
                 parameter.add_(0.2 * noise)
+        model.get_input_embeddings().weight.mul_(embedding_scale)
     model.save_pretrained(folder)
     return folder
 

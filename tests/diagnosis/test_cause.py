@@ -9,6 +9,7 @@ import torch
 from porting_kit.alignment.run import AlignmentOptions, align_port_outputs
 from porting_kit.diagnosis import Observation, name_cause, observe, seed_fault
 from porting_kit.diagnosis.catalogue import CATALOGUE, find_fault
+from porting_kit.diagnosis.search import SHORTEST_BEGINNING
 from porting_kit.diagnosis.weight_faults import nudge_projection
 from porting_kit.medusa.decoding import generate_medusa
 from porting_kit.outcomes import Verdict
@@ -83,9 +84,22 @@ def test_a_tie_is_said_and_what_would_decide_it(port_of):
     fault = find_fault("mask_transposed")
     double = replace(fault, name="another_name", title="the same under another name")
     diagnosis = name_cause(port.state, run(port, fault.apply(port.state).build()), (fault, double))
-    assert {diagnosis.cause, *diagnosis.ties} == {fault, double}
+    assert {diagnosis.cause, *(tie.fault for tie in diagnosis.ties)} == {fault, double}
     assert "explaining it equally well" in diagnosis.verdict
-    assert diagnosis.as_dict()["decided_by"]
+    assert "the two compute the same logits" in diagnosis.as_dict()["decided_by"]
+
+
+def test_a_tie_of_tokens_is_decided_by_the_logits(port_of):
+    """Token 0 for ever: an empty output matrix, or an overflow."""
+    port = port_of("llama")
+    embedding = port.state.tensors["transformer.vocab_embedding.weight"]
+    tied = replace(port.state, tensors={**port.state.tensors, "lm_head.weight": embedding.clone()})
+    faulty = find_fault("tied_head_left_empty").apply(tied).build()
+    alone = name_cause(tied, run(port, faulty, with_logits=False, with_steps=False))
+    assert {alone.cause.name, *(tie.name for tie in alone.ties)} == {"tied_head_left_empty", "fp16_overflow"}
+    assert "output_logits_npy" in alone.decided_by
+    with_logits = name_cause(tied, run(port, faulty, with_steps=False))
+    assert (with_logits.cause.name, with_logits.ties) == ("tied_head_left_empty", ())
 
 
 def test_a_healthy_port_has_nothing_to_explain(port_of):
@@ -103,14 +117,33 @@ def scramble(state):
     )
 
 
-def plant_two(state):
-    return find_fault("mask_transposed").apply(find_fault("gate_and_up_swapped").apply(state))
+TWO = [
+    ("llama", ("gate_and_up_swapped", "mask_transposed"), True),
+    ("llama", ("gate_and_up_swapped", "mask_transposed"), False),
+    ("qwen2", ("qkv_bias_dropped", "rope_base_lost"), True),
+    ("qwen2", ("qkv_bias_dropped", "rope_base_lost"), False),
+    ("bloom", ("qkv_bias_dropped", "alibi_dropped_in_generation"), True),
+]
 
 
-@pytest.mark.parametrize(("change", "with_logits"), [(scramble, True), (scramble, False), (plant_two, False)])
-def test_a_fault_that_is_not_in_the_catalogue_is_not_given_a_name(change, with_logits, port_of):
+@pytest.mark.parametrize(("family", "faults", "with_logits"), TWO)
+def test_two_faults_at_once_are_both_named(family, faults, with_logits, port_of):
+    """The second pair is what a conversion written for LLaMA does to Qwen2."""
+    port = port_of(family)
+    first, second = (find_fault(name) for name in faults)
+    faulty = second.apply(first.apply(port.state)).build()
+    diagnosis = name_cause(port.state, run(port, faulty, with_logits=with_logits, with_steps=False))
+    assert {fault.name for fault in diagnosis.causes} == set(faults), diagnosis.verdict
+    document = diagnosis.as_dict()
+    assert first.fix in document["fix"]
+    assert second.fix in document["fix"]
+
+
+@pytest.mark.parametrize("with_logits", [True, False])
+def test_a_fault_that_is_not_in_the_catalogue_is_not_given_a_name(with_logits, port_of):
     port = port_of("llama")
-    diagnosis = name_cause(port.state, run(port, change(port.state).build(), with_logits=with_logits))
+    observed = run(port, scramble(port.state).build(), with_logits=with_logits)
+    diagnosis = name_cause(port.state, observed, pair_seconds=2)
     assert diagnosis.cause is None, diagnosis.verdict
     assert "none of the" in diagnosis.verdict
     assert diagnosis.evidence
@@ -124,14 +157,14 @@ def test_a_model_without_an_opinion_explains_nothing(port_of):
     diagnosis = name_cause(port.state, observed, (fault,))
     assert diagnosis.cause is None
     (tried,) = [hypothesis for hypothesis in diagnosis.hypotheses if hypothesis.fault is fault]
-    assert tried.unexplained_tokens == len(observed.tokens[0])
+    assert tried.unexplained_tokens == SHORTEST_BEGINNING
     assert tried.explained < diagnosis.to_explain / 2
 
 
 def test_a_small_change_of_the_logits_is_not_blamed_on_the_catalogue(port_of):
     port = port_of("llama")
     observed = run(port, nudge_projection(port.state).build())
-    assert name_cause(port.state, observed).cause is None
+    assert name_cause(port.state, observed, pair_seconds=1).cause is None
 
 
 def test_hypotheses_that_cannot_run_are_listed_with_the_reason(port_of):

@@ -1,0 +1,83 @@
+"""What is wrong with the comparison, the port being right."""
+
+from porting_kit.diagnosis import comparison_faults as comparison
+from porting_kit.diagnosis.fault import READING, Fault
+
+ALL = "any"
+
+COMPARISON_FAULTS: tuple[Fault, ...] = (
+    Fault(
+        name="doubled_start_token",
+        kind="comparison",
+        title="start token doubled in the engine's prompts",
+        symptom="the first words already differ; no weight explains it",
+        cause="the tokenizer adds its start token to a chat template that holds one already",
+        fix="give both sides the same token ids (run.py --input_file with ids), or add_special_tokens=False",
+        releases=ALL,
+        source="examples/run.py parse_input, add_special_tokens, 0.11.0.dev2024062500",
+        reread=comparison.double_start_token,
+        phase=READING,
+    ),
+    Fault(
+        name="state_left_from_previous_call",
+        kind="comparison",
+        title="cache of the request before it not cleared",
+        symptom="the first prompt is right, the ones after it are not; alone each is right",
+        cause="lengths or block tables are kept between calls, so a request goes on where the last one ended",
+        fix="set the session up again for each call (GenerationSession.setup), or start a new request id",
+        releases=ALL,
+        source="runtime/generation.py GenerationSession.setup, 0.11.0.dev2024062500",
+        reread=comparison.keep_previous_text,
+        phase=READING,
+    ),
+    Fault(
+        name="end_token_handled_differently",
+        kind="comparison",
+        title="the run ended its texts by another end token than the base's",
+        symptom="the same words, but texts that stop early or go on behind their end",
+        cause="run.py knows one end id; config, generation config and tokenizer may name several",
+        fix="pass the base's own end id (run.py --end_id), and cut both sides at the first of all its end ids",
+        releases=ALL,
+        source="examples/run.py --end_id, 0.11.0.dev2024062500",
+        reread=comparison.expect_other_end,
+        phase=READING,
+    ),
+    Fault(
+        name="repetition_penalty_applied",
+        kind="comparison",
+        title="unequal generation settings: a repetition penalty was in force",
+        symptom="words that should come again do not",
+        cause="generation_config.json asks for a penalty, and one side obeys it",
+        fix="repetition_penalty 1.0 on both sides",
+        releases=ALL,
+        source="examples/run.py --repetition_penalty; generation_config.json",
+        rescore=comparison.penalise_repetition(comparison.PENALTIES[0]),
+        rescores=tuple(comparison.penalise_repetition(value) for value in comparison.PENALTIES[1:]),
+        phase=READING,
+    ),
+    Fault(
+        name="tokens_sampled",
+        kind="comparison",
+        title="unequal generation settings: tokens were sampled",
+        symptom="another text at each run; every word is plausible",
+        cause="do_sample, temperature or top-p from the model's generation config",
+        fix="greedy on both sides: top_k 1 and temperature 1.0 for run.py, do_sample false for Hugging Face",
+        releases=ALL,
+        source="examples/run.py --top_k --temperature, 0.11.0.dev2024062500",
+        rescore=comparison.allow_sampling,
+        is_broad=True,
+        phase=READING,
+    ),
+    Fault(
+        name="padding_column_wins",
+        kind="comparison",
+        title="a padding column of the vocabulary was chosen",
+        symptom="ids beyond the vocabulary, which the tokenizer shows as nothing",
+        cause="the vocabulary is padded to a multiple of the ranks or of 64, and the padding rows are not masked",
+        fix="write zero rows into the padding of lm_head.weight and cut logits at vocab_size before the choice",
+        releases="0.12 to 0.14 (drafts), any release with a converter that copies padded matrices",
+        source="_utils.py pad_vocab_size; medusaDecodingLayer, 0.14.0.dev2024100800",
+        reread=comparison.allow_padding,
+        phase=READING,
+    ),
+)

@@ -1,0 +1,83 @@
+"""Faults of the model's code: values that a module got wrong, changed on the built model.
+
+`model.py` may ignore what config.json says, so these are set on the modules themselves and not in the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from porting_kit.diagnosis.port_state import PortState
+
+ACTIVATIONS = {"silu": "gelu", "swiglu": "gelu"}
+STYLES = {"rope_gpt_neox": "rope_gptj", "rope_gptj": "rope_gpt_neox"}
+EPSILONS = (1e-5, 1e-6, 1e-12)
+SAME = 0.5
+"""An epsilon within this factor of the right one is no fault."""
+
+
+def set_activation(model: Any) -> Any:
+    """The base's MLPs run another activation: SiLU where the base has another, GELU where it has SiLU."""
+    for module in base_modules(model):
+        kind = getattr(module, "hidden_act", None)
+        if isinstance(kind, str):
+            module.hidden_act = ACTIVATIONS.get(kind, "silu")
+    return model
+
+
+def set_relu(model: Any) -> Any:
+    """The base's MLPs run ReLU."""
+    for module in base_modules(model):
+        if isinstance(getattr(module, "hidden_act", None), str):
+            module.hidden_act = "relu"
+    return model
+
+
+def set_epsilon(value: float) -> Callable[[Any], Any]:
+    """Every norm runs with this epsilon."""
+
+    def change(model: Any) -> Any:
+        for module in base_modules(model):
+            if isinstance(getattr(module, "eps", None), float):
+                module.eps = value
+        return model
+
+    return change
+
+
+def wrong_epsilons(state: PortState) -> list[float]:
+    """The epsilons that would be wrong for this port, the nearest first."""
+    own = float(state.config.get("norm_epsilon") or 1e-5)
+    return sorted((value for value in EPSILONS if abs(value / own - 1) > SAME), key=lambda value: abs(value - own))
+
+
+def apply_epsilon(place: int) -> Callable[[PortState], PortState]:
+    """The fault with the wrong epsilon of this place."""
+    return lambda state: state.with_wrapper(set_epsilon(wrong_epsilons(state)[place]))
+
+
+def base_modules(model: Any) -> list[Any]:
+    """Every module but those of the Medusa heads."""
+    return [module for name, module in model.module.named_modules() if "medusa" not in name]
+
+
+def swap_rotary_style(state: PortState) -> PortState:
+    """Halves of a head paired in place of neighbours, or the reverse; `model.py` may fix the style, so both are set."""
+    kind = str(state.config["position_embedding_type"])
+    return state.with_config(position_embedding_type=STYLES[kind]).with_wrapper(_set_style)
+
+
+def _set_style(model: Any) -> Any:
+    wanted = model.config["position_embedding_type"]
+    for module in base_modules(model):
+        own = getattr(module, "position_embedding_type", None)
+        if getattr(own, "name", None) in STYLES:
+            module.position_embedding_type = type(own)[wanted]
+    return model
+
+
+def lacks_rotary_style(state: PortState) -> str | None:
+    """Why there is no style to swap."""
+    kind = str(state.config.get("position_embedding_type"))
+    return None if kind in STYLES else f"positions are {kind}"
