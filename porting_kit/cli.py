@@ -255,6 +255,29 @@ def demo(
     _report(lambda: run_demo(out), format_demo, as_json)
 
 
+@app.command()
+def quantised(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A quantised TensorRT-LLM checkpoint.")],
+    base: Annotated[Path | None, typer.Option("--base", help="The Hugging Face base, to compare weights with.")] = None,
+    heads: Annotated[Path | None, typer.Option("--heads", help="Medusa heads to add in 16 bit.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Where the checkpoint with heads goes.")] = None,
+    dequantised: Annotated[
+        Path | None, typer.Option("--dequantised", help="Where the 16-bit twin for the emulator goes.")
+    ] = None,
+    max_draft_len: Annotated[int, typer.Option("--max-draft-len", min=1, help="Draft tokens of the tree.")] = 63,
+    as_json: AsJson = False,
+) -> None:
+    """Check an FP8, INT8 or INT4 checkpoint against its config and its base; add heads in 16 bit."""
+    from porting_kit.steps.quantised import check_quantised, format_quantised
+
+    def call() -> Any:
+        return check_quantised(
+            checkpoint, base=base, heads=heads, dequantised=dequantised, out=out, max_draft_len=max_draft_len
+        )
+
+    _report(call, format_quantised, as_json)
+
+
 def parse_overrides(parameters: Sequence[str] | None) -> dict[str, Any]:
     """`NAME=VALUE` texts as a dict, values read as YAML.
 

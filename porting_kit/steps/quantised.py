@@ -1,0 +1,130 @@
+"""The quantised step: a quantised checkpoint against itself and its base, its 16-bit twin, and heads added to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from porting_kit.conversion.dequantised import WeightError, add_heads, compare_weights, write_dequantised
+from porting_kit.conversion.quantised import QuantisedFault, find_faults, read_quantised
+from porting_kit.errors import CheckpointError
+from porting_kit.outcomes import Coverage, StepOutcome, Verdict
+from porting_kit.steps.context import Stopwatch
+
+DEFAULT_DRAFT_TOKENS = 63
+
+
+@dataclass(frozen=True)
+class QuantisedResult:
+    """What was found, and what was written.
+
+    Args:
+        outcome: the verdict.
+        faults: contradictions between config, weights, heads and exclude list.
+        errors: each quantised matrix against the base's; empty when no base was given.
+    """
+
+    outcome: StepOutcome
+    faults: tuple[QuantisedFault, ...]
+    errors: tuple[WeightError, ...]
+
+    def document(self) -> dict[str, Any]:
+        """The `--json` document."""
+        return {
+            **self.outcome.as_dict(),
+            "faults": [vars(fault) for fault in self.faults],
+            "weight_errors": [{**vars(error), "passed": error.passed} for error in self.errors],
+        }
+
+
+def check_quantised(
+    checkpoint: Path,
+    *,
+    base: Path | None = None,
+    heads: Path | None = None,
+    dequantised: Path | None = None,
+    out: Path | None = None,
+    max_draft_len: int = DEFAULT_DRAFT_TOKENS,
+) -> QuantisedResult:
+    """Check a quantised checkpoint, and write what was asked for when it is sound.
+
+    Args:
+        checkpoint: its folder.
+        base: the Hugging Face base, to compare the weights with; a checkpoint of one rank only.
+        heads: Medusa heads to add in 16 bit; needs `out`.
+        dequantised: where the 16-bit twin goes, for the emulator.
+        out: where the checkpoint with heads goes.
+        max_draft_len: draft tokens of the largest tree.
+
+    Raises:
+        CheckpointError: files that cannot be read, or heads that do not fit.
+        HeadsError: unusable heads.
+    """
+    if (heads is None) != (out is None):
+        raise CheckpointError("heads and a folder for the result belong together", found=f"{heads}, {out}")
+    watch = Stopwatch()
+    read = read_quantised(checkpoint)
+    faults = find_faults(read)
+    errors: tuple[WeightError, ...] = ()
+    written: list[str] = []
+    if not faults and base is not None:
+        from porting_kit.conversion.convert import checkpoint_tensors
+
+        errors = compare_weights(checkpoint, checkpoint_tensors(base, dtype=str(read.config["dtype"]))[1])
+    is_sound = not faults and all(error.passed for error in errors)
+    if is_sound and dequantised is not None:
+        written.append(str(write_dequantised(checkpoint, dequantised)))
+    if is_sound and heads is not None and out is not None:
+        from porting_kit.conversion.heads import read_head_set
+
+        written.append(str(add_heads(checkpoint, read_head_set(heads), out, max_draft_len=max_draft_len)))
+    return QuantisedResult(_judge(read, faults, errors, written, watch), faults, errors)
+
+
+def _judge(
+    read: Any, faults: tuple[QuantisedFault, ...], errors: tuple[WeightError, ...], written: list[str], watch: Stopwatch
+) -> StepOutcome:
+    algorithm = read.algorithm.name if read.algorithm else "not quantised"
+    wrong = [error for error in errors if not error.passed]
+    figures: dict[str, Any] = {"algorithm": algorithm, "ranks": len(read.ranks), "next_step": None}
+    if errors:
+        figures["worst_weight_error"] = max(error.relative_error for error in errors)
+    gate = None
+    summary = f"{algorithm}: config, weights and exclude list agree"
+    if errors:
+        worst = figures["worst_weight_error"]
+        summary += f"; {len(errors)} matrices within {errors[0].bound} of the base's, worst {worst:.3g}"
+    if faults:
+        gate = faults[0].kind
+        summary = f"{algorithm}: {len(faults)} contradictions, first {faults[0].module}: {faults[0].text}"
+        figures["next_step"] = "quantise again, or correct exclude_modules"
+    elif wrong:
+        gate = "weights"
+        summary = (
+            f"{algorithm}: {len(wrong)} of {len(errors)} matrices are not the base's, first {wrong[0].module}: error "
+            f"{wrong[0].relative_error:.3g}, rounding explains {wrong[0].bound}"
+        )
+        figures["next_step"] = "quantise this base again: scales or weights are another model's"
+    return StepOutcome(
+        "quantised",
+        Verdict.PASS if gate is None else Verdict.FAIL,
+        summary,
+        covered=(Coverage.WEIGHTS,) if errors and gate is None else (),
+        figures=figures,
+        products=tuple(written),
+        seconds=round(watch.seconds, 3),
+        failing_gate=gate,
+    )
+
+
+def format_quantised(result: QuantisedResult) -> str:
+    """Faults, the worst matrices and the verdict, for a terminal."""
+    lines = [f"{fault.kind}: {fault.module}: {fault.text}" for fault in result.faults[:10]]
+    if len(result.faults) > 10:
+        lines.append(f"... {len(result.faults)} in all")
+    for error in sorted(result.errors, key=lambda error: -error.relative_error)[:5]:
+        lines.append(f"{error.module}: {error.relative_error:.3g} of the base's norm (bound {error.bound})")
+    lines += [f"  {product}" for product in result.outcome.products]
+    lines.append(f"quantised: {result.outcome.verdict.value} - {result.outcome.summary}")
+    return "\n".join(lines)

@@ -1,0 +1,295 @@
+"""Quantised checkpoints: config, weights, heads and exclude list agree, or the contradiction is named.
+
+`quantise` writes what nvidia-modelopt 0.47.0 writes: names, types, shapes and packing were read off its files, and
+where the package is installed its own files go through the same tests.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from porting_kit.conversion.convert import checkpoint_tensors, convert_checkpoint
+from porting_kit.conversion.dequantised import add_heads, compare_weights, dequantise_weight, write_dequantised
+from porting_kit.conversion.heads import read_head_set
+from porting_kit.conversion.quantised import find_faults, read_quantised, require_consistent
+from porting_kit.emulator import open_emulator
+from porting_kit.errors import CheckpointError
+from porting_kit.outcomes import Verdict
+from porting_kit.source_tree import open_source_tree
+from porting_kit.steps.quantised import check_quantised
+
+E, V = 64, 160
+GROUP = 32
+ALGORITHMS = ("FP8", "W8A16", "W8A8_SQ_PER_CHANNEL", "W4A16_AWQ", "W4A8_AWQ")
+QUANTISED = ("qkv", "dense", "fc", "gate", "proj")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A small LLaMA."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=V, hidden_size=E, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.float16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(base, tmp_path_factory):
+    """The base as a 16-bit checkpoint."""
+    folder = tmp_path_factory.mktemp("plain") / "checkpoint"
+    convert_checkpoint(base, folder, dtype="float16")
+    return folder
+
+
+@pytest.fixture
+def heads(tmp_path):
+    """Two heads with output matrices of their own."""
+    folder = tmp_path / "heads"
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for head in range(2):
+        tensors[f"{head}.0.linear.weight"] = 0.05 * torch.randn(E, E, generator=generator)
+        tensors[f"{head}.0.linear.bias"] = torch.zeros(E)
+        tensors[f"{head}.1.weight"] = 0.05 * torch.randn(V, E, generator=generator)
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
+    return folder
+
+
+def quantise(plain, folder, algorithm, *, calibrated=True):
+    """A checkpoint in ModelOpt's layout."""
+    tensors = load_file(plain / "rank0.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name in [name for name in tensors if name.endswith(".weight") and name.split(".")[-2] in QUANTISED]:
+        module, weight = name.removesuffix(".weight"), tensors[name].float()
+        if algorithm in ("W8A8_SQ_PER_CHANNEL", "W4A16_AWQ", "W4A8_AWQ"):
+            smooth = 0.5 + torch.rand(weight.shape[1], generator=generator)
+            tensors[f"{module}.prequant_scaling_factor"] = smooth.half()
+            weight = weight / smooth.half().float()
+        if algorithm == "FP8":
+            scale = weight.abs().max().reshape(1) / 448.0
+            tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+        elif algorithm.startswith("W8"):
+            scale = weight.abs().amax(1) / 127.0
+            tensors[name] = (weight / scale[:, None]).round().clamp(-128, 127).to(torch.int8)
+        else:
+            groups = weight.reshape(len(weight), -1, GROUP)
+            scale = groups.abs().amax(-1) / 7.0
+            whole = (groups / scale[..., None]).round().clamp(-8, 7).reshape(weight.shape).to(torch.int8)
+            tensors[name] = ((whole[0::2] & 15) | (whole[1::2] << 4)).to(torch.int8)
+        tensors[f"{module}.weights_scaling_factor"] = scale.float()
+        if calibrated and algorithm in ("FP8", "W8A8_SQ_PER_CHANNEL", "W4A8_AWQ"):
+            tensors[f"{module}.activation_scaling_factor"] = torch.tensor([0.01])
+    folder.mkdir(parents=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "rank0.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization"] = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def edit(folder, change):
+    tensors = load_file(folder / "rank0.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "rank0.safetensors")
+
+
+def edit_config(folder, **changes):
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization"] |= changes
+    file.write_text(json.dumps(config))
+
+
+def kinds(folder):
+    return {fault.kind for fault in find_faults(read_quantised(folder))}
+
+
+LAYER = "transformer.layers.1.mlp.proj"
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+class TestEachAlgorithm:
+    def test_a_sound_checkpoint_has_no_fault_and_its_weights_are_the_bases(self, base, plain, tmp_path, algorithm):
+        folder = quantise(plain, tmp_path / "quantised", algorithm)
+        assert find_faults(read_quantised(folder)) == ()
+        errors = compare_weights(folder, checkpoint_tensors(base, dtype="float16")[1])
+        assert len(errors) == 10
+        assert all(error.passed for error in errors), errors
+        assert min(error.relative_error for error in errors) > 1e-3  # it is quantised, not copied
+
+    def test_a_scale_of_another_size_is_named_by_its_layer(self, base, plain, tmp_path, algorithm):
+        folder = quantise(plain, tmp_path / "quantised", algorithm)
+        edit(folder, lambda tensors: tensors[f"{LAYER}.weights_scaling_factor"].mul_(2))
+        wrong = [
+            error.module
+            for error in compare_weights(folder, checkpoint_tensors(base, dtype="float16")[1])
+            if not error.passed
+        ]
+        assert wrong == [LAYER]
+
+    def test_the_16_bit_twin_runs_and_stays_near_the_base(self, plain, tmp_path, algorithm):
+        twin = write_dequantised(quantise(plain, tmp_path / "q", algorithm), tmp_path / "twin", dtype="float32")
+        ours, theirs = (logits(folder) for folder in (twin, plain))
+        error = ((ours - theirs).abs().amax(-1) / theirs.abs().amax(-1)).max()
+        assert 0 < error < (0.5 if algorithm.startswith("W4") else 0.1)
+
+    def test_16_bit_heads_join_with_a_right_exclude_list(self, plain, tmp_path, algorithm, heads):
+        folder = quantise(plain, tmp_path / "q", algorithm)
+        joined = add_heads(folder, read_head_set(heads), tmp_path / "joined", max_draft_len=63)
+        config = json.loads((joined / "config.json").read_text())
+        assert {"lm_head", "medusa_heads", "*medusa_heads*"} <= set(config["quantization"]["exclude_modules"])
+        assert (config["num_medusa_heads"], config["max_draft_len"]) == (2, 63)
+        assert find_faults(read_quantised(joined)) == ()
+        edit_config(joined, exclude_modules=["lm_head"])
+        assert kinds(joined) == {"not quantised"}
+
+
+def logits(folder):
+    model = open_emulator(open_source_tree("bundled")).load_checkpoint(folder, dtype="float32")
+    cache = model.new_cache(1, 40)
+    return model.prefill([torch.arange(3, 35)], cache, all_logits=True).logits[0][:, :V]
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "W8A8_SQ_PER_CHANNEL", "W4A8_AWQ"])
+def test_a_checkpoint_without_calibration_is_refused_as_such(plain, tmp_path, algorithm):
+    folder = quantise(plain, tmp_path / "q", algorithm, calibrated=False)
+    with pytest.raises(CheckpointError, match="without calibration: 10 activation scales are absent"):
+        require_consistent(read_quantised(folder))
+    with pytest.raises(CheckpointError, match="without calibration"):
+        write_dequantised(folder, tmp_path / "twin")
+    assert not (tmp_path / "twin").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda tensors: tensors.pop(f"{LAYER}.weights_scaling_factor"), "no scale"),
+        (lambda tensors: tensors.update({f"{LAYER}.weight": torch.zeros(E, 128).half()}), "not quantised"),
+        (lambda tensors: tensors.update({"lm_head.weights_scaling_factor": torch.ones(1)}), "scale without need"),
+        (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(V, E).to(torch.int8)}), "quantised"),
+        (lambda tensors: tensors[f"{LAYER}.weights_scaling_factor"].zero_(), "value"),
+        (lambda tensors: tensors[f"{LAYER}.weights_scaling_factor"].fill_(float("nan")), "value"),
+        (lambda tensors: tensors.update({f"{LAYER}.weights_scaling_factor": torch.ones(5)}), "shape"),
+    ],
+)
+def test_each_contradiction_is_found(plain, tmp_path, change, kind):
+    folder = quantise(plain, tmp_path / "q", "W8A16")
+    edit(folder, change)
+    assert kinds(folder) == {kind}
+    with pytest.raises(CheckpointError, match="contradicts itself"):
+        require_consistent(read_quantised(folder))
+
+
+def test_int8_heads_without_their_scale_are_found_and_the_mirror_case(plain, tmp_path, heads):
+    folder = quantise(plain, tmp_path / "q", "W8A16")
+    joined = add_heads(folder, read_head_set(heads), tmp_path / "joined", max_draft_len=63)
+    name = "medusa_heads.0.medusa_layers.0.linear"
+    edit(joined, lambda tensors: tensors.update({f"{name}.weight": torch.zeros(E, E).to(torch.int8)}))
+    edit_config(joined, exclude_modules=["lm_head", "*lm_head", "medusa_heads.1*"])
+    assert [fault.kind for fault in find_faults(read_quantised(joined)) if name in fault.module] == ["no scale"]
+    edit(joined, lambda tensors: tensors.update({f"{name}.per_channel_scale": torch.ones(E)}))
+    edit_config(joined, exclude_modules=["lm_head", "*medusa_heads*"])
+    faults = [fault.kind for fault in find_faults(read_quantised(joined)) if name in fault.module]
+    assert faults == ["quantised", "scale without need"]
+
+
+def test_weights_interleaved_for_a_card_are_checked_but_not_read_back(plain, tmp_path):
+    folder = quantise(plain, tmp_path / "q", "W8A16")
+
+    def rename(tensors):
+        for name in [name for name in tensors if name.endswith(".weights_scaling_factor")]:
+            tensors[name.replace("weights_scaling_factor", "per_channel_scale")] = tensors.pop(name)
+
+    edit(folder, rename)
+    assert find_faults(read_quantised(folder)) == ()
+    with pytest.raises(CheckpointError, match="interleaved for a card"):
+        write_dequantised(folder, tmp_path / "twin")
+
+
+def test_a_quantised_cache_needs_its_scales(plain, tmp_path):
+    folder = quantise(plain, tmp_path / "q", "FP8")
+    edit_config(folder, kv_cache_quant_algo="FP8")
+    assert kinds(folder) == {"cache"}
+
+
+def test_config_without_quantisation_over_int8_weights_is_found(plain, tmp_path):
+    folder = quantise(plain, tmp_path / "q", "W8A16")
+    edit_config(folder, quant_algo=None)
+    assert {"quantised", "scale without need"} == kinds(folder)
+
+
+def test_heads_that_do_not_fit_leave_nothing_behind(plain, tmp_path, heads):
+    folder = quantise(plain, tmp_path / "q", "FP8")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_size": 96}))
+    with pytest.raises(CheckpointError, match="differ in hidden size"):
+        add_heads(folder, read_head_set(heads), tmp_path / "joined", max_draft_len=63)
+    assert not (tmp_path / "joined").exists()
+
+
+def test_four_bits_are_unpacked_row_by_row():
+    packed = torch.tensor([[0x21, 0x43], [0xF8, 0x7F]], dtype=torch.uint8).view(torch.int8)
+    rows = dequantise_weight(packed, torch.ones(4, 1), None, bits=4)
+    assert rows.tolist() == [[1, 3], [2, 4], [-8, -1], [-1, 7]]
+
+
+def test_the_step_checks_compares_and_writes(base, plain, tmp_path, heads):
+    folder = quantise(plain, tmp_path / "q", "FP8")
+    result = check_quantised(
+        folder, base=base, heads=heads, dequantised=tmp_path / "twin", out=tmp_path / "joined", max_draft_len=15
+    )
+    assert result.outcome.verdict is Verdict.PASS, result.outcome.summary
+    assert (tmp_path / "twin" / "rank0.safetensors").is_file()
+    assert json.loads((tmp_path / "joined" / "config.json").read_text())["max_draft_len"] == 15
+    edit(folder, lambda tensors: tensors[f"{LAYER}.weight"].view(torch.uint8).bitwise_xor_(0x80))
+    assert check_quantised(folder, base=base).outcome.failing_gate == "weights"
+
+
+@pytest.mark.parametrize("damage", ["no config", "cut", "unknown", "empty"])
+def test_broken_folders_are_refused(plain, tmp_path, damage):
+    folder = quantise(plain, tmp_path / "q", "FP8")
+    if damage == "no config":
+        (folder / "config.json").unlink()
+    elif damage == "unknown":
+        edit_config(folder, quant_algo="W3A3")
+    else:
+        data = (folder / "rank0.safetensors").read_bytes()
+        (folder / "rank0.safetensors").write_bytes(data[: len(data) // 2] if damage == "cut" else b"")
+    with pytest.raises(CheckpointError):
+        require_consistent(read_quantised(folder))
+
+
+class TestModelOpt:
+    """ModelOpt's own files, where the package is installed."""
+
+    @pytest.mark.parametrize(
+        ("name", "algorithm"), [("FP8_DEFAULT_CFG", "FP8"), ("INT8_SMOOTHQUANT_CFG", "W8A8_SQ_PER_CHANNEL")]
+    )
+    def test_its_checkpoints_are_sound_and_are_the_bases(self, base, tmp_path, name, algorithm):
+        quantization = pytest.importorskip("modelopt.torch.quantization", reason="nvidia-modelopt is not installed")
+        export = pytest.importorskip("modelopt.torch.export")
+        from transformers import LlamaForCausalLM
+
+        model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(1)
+        batches = [torch.randint(3, V, (2, 40), generator=generator) for _ in range(4)]
+        model = quantization.quantize(model, getattr(quantization, name), lambda m: [m(batch) for batch in batches])
+        export.export_tensorrt_llm_checkpoint(
+            model, "llama", dtype=torch.float16, export_dir=tmp_path / "q", inference_tensor_parallel=1,
+            inference_pipeline_parallel=1,
+        )  # fmt: skip
+        assert read_quantised(tmp_path / "q").algorithm.name == algorithm
+        result = check_quantised(tmp_path / "q", base=base, dequantised=tmp_path / "twin")
+        assert result.outcome.verdict is Verdict.PASS, result.outcome.summary
+        assert len(result.errors) == 10
+        assert logits(tmp_path / "twin").isfinite().all()
