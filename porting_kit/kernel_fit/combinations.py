@@ -12,6 +12,7 @@ from porting_kit.kernel_fit.fit_step import (
     FitStep,
     apply_to_shape,
     changed_rows,
+    kept_dims,
     kernel_sizes,
     plan_length,
 )
@@ -58,7 +59,7 @@ def _alibi_steps(shape: AttentionShape, size: int, config: Mapping[str, Any]) ->
     if size - shape.head_size >= 2 * FEWEST_PAIRS:
         yield (FitStep("fold_alibi", {"head_size": size, "length_tokens": length}),)
     elif size == shape.head_size:
-        keep = size - 2 * FEWEST_PAIRS
+        keep = kept_dims(shape, config)
         yield (
             FitStep("truncate_heads", {"keep": keep}),
             FitStep("fold_alibi", {"head_size": size, "length_tokens": length, "content_size": keep}),

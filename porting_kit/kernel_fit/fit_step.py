@@ -31,6 +31,10 @@ KEYWORDS: Mapping[str, tuple[str, ...]] = {
 """Arguments of the attention layer that a transform changes: the patched source takes them from the config."""
 FEWEST_PAIRS = 8
 """Rotary pairs that follow ALiBi within the bound at every length of the range, with half-precision noise in reason."""
+SHORT_TOKENS, FEWEST_SHORT_PAIRS = 1024, 6
+"""Where a truncation must make the room, every pair costs two dims of content. Up to this length six pairs follow the
+line within 0.012 nats (measured for 3 to 112 heads; 0.021 at 2,048 tokens, too near the bound), and on a trained model
+116 kept dims are closer to the original than 112 in every figure and type."""
 LONGEST_TOKENS = 8192
 """The longest sequence for which fold_alibi has been measured."""
 CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
@@ -75,6 +79,12 @@ def kernel_sizes(profile: KernelProfile, shape: AttentionShape) -> list[int]:
 def plan_length(shape: AttentionShape, config: Mapping[str, Any]) -> int:
     """The longest sequence a fit must reach, in tokens."""
     return int(shape.max_seq_len or config.get("max_position_embeddings") or 2048)
+
+
+def kept_dims(shape: AttentionShape, config: Mapping[str, Any]) -> int:
+    """How many dims of queries and keys a truncation keeps: all but those of the pairs that the length asks for."""
+    pairs = FEWEST_SHORT_PAIRS if plan_length(shape, config) <= SHORT_TOKENS else FEWEST_PAIRS
+    return shape.head_size - 2 * pairs
 
 
 def changed_rows(config: Mapping[str, Any]) -> str | None:

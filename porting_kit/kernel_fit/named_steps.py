@@ -7,12 +7,12 @@ from typing import Any
 
 from porting_kit.errors import PortFileError, suggest_nearest
 from porting_kit.kernel_fit.fit_step import (
-    FEWEST_PAIRS,
     LONGEST_TOKENS,
     ORDER,
     FitStep,
     apply_to_shape,
     changed_rows,
+    kept_dims,
     kernel_sizes,
     plan_length,
 )
@@ -58,7 +58,7 @@ def _named_step(
 ) -> FitStep:
     sizes = kernel_sizes(profile, shape)
     is_alibi = shape.position_kind in ALIBI_KINDS
-    keep = int(asked["truncate_heads"] or shape.head_size - 2 * FEWEST_PAIRS) if "truncate_heads" in asked else None
+    keep = int(asked["truncate_heads"] or kept_dims(shape, config)) if "truncate_heads" in asked else None
     if name == "fold_scale":
         if shape.q_scaling == 1.0:
             raise _cannot_apply(name, "its q_scaling is 1")

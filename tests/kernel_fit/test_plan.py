@@ -118,6 +118,15 @@ def test_named_fit_is_taken_in_the_right_order():
     ]
 
 
+@pytest.mark.parametrize(("length", "keep"), [(512, 116), (1024, 116), (1025, 112), (8192, 112)])
+def test_short_texts_leave_more_dims_to_the_content(length, keep):
+    found = plan(dataclasses.replace(BLOOM_7B1, max_seq_len=length), MIDDLE)
+    assert found.steps[0].arguments == {"keep": keep}
+    assert found.steps[1].arguments["content_size"] == keep
+    named = plan(dataclasses.replace(BLOOM_7B1, max_seq_len=length), MIDDLE, ["truncate_heads", "fold_alibi"])
+    assert named.steps == found.steps
+
+
 def test_plans_need_neither_torch_nor_numpy():
     import subprocess
     import sys
