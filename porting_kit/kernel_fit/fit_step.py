@@ -34,7 +34,7 @@ FEWEST_PAIRS = 8
 SHORT_TOKENS, FEWEST_SHORT_PAIRS = 1024, 6
 """Where a truncation must make the room, every pair costs two dims of content. Up to this length six pairs follow the
 line within 0.012 nats (measured for 3 to 112 heads; 0.021 at 2,048 tokens, too near the bound), and on a trained model
-116 kept dims are closer to the original than 112 in every figure and type."""
+116 kept dims are closer to the original than 112: largest margin 0.09 instead of 0.41 logits in float16."""
 LONGEST_TOKENS = 8192
 """The longest sequence for which fold_alibi has been measured."""
 CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
