@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from porting_kit.conversion.dequantised import WeightError, add_heads, compare_weights, write_dequantised
-from porting_kit.conversion.quantised import QuantisedFault, find_faults, read_quantised
+from porting_kit.conversion.quantised import CALIBRATION_SAMPLES, QuantisedFault, find_faults, read_quantised
 from porting_kit.errors import CheckpointError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.steps.context import Stopwatch
@@ -99,6 +99,9 @@ def _judge(
         gate = faults[0].kind
         summary = f"{algorithm}: {len(faults)} contradictions, first {faults[0].module}: {faults[0].text}"
         figures["next_step"] = "quantise again, or correct exclude_modules"
+        if all(fault.kind == "no calibration" for fault in faults):
+            summary = f"{algorithm}: quantised without calibration, {len(faults)} activation scales are absent"
+            figures["next_step"] = f"quantise again with {CALIBRATION_SAMPLES} samples or more, or weights only"
     elif wrong:
         gate = "weights"
         summary = (

@@ -165,6 +165,9 @@ def test_a_checkpoint_without_calibration_is_refused_as_such(plain, tmp_path, al
     folder = quantise(plain, tmp_path / "q", algorithm, calibrated=False)
     with pytest.raises(CheckpointError, match="without calibration: 10 activation scales are absent"):
         require_consistent(read_quantised(folder))
+    outcome = check_quantised(folder).outcome
+    assert (outcome.failing_gate, outcome.verdict) == ("no calibration", Verdict.FAIL)
+    assert "without calibration, 10 activation scales are absent" in outcome.summary
     with pytest.raises(CheckpointError, match="without calibration"):
         write_dequantised(folder, tmp_path / "twin")
     assert not (tmp_path / "twin").exists()
