@@ -16,12 +16,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from porting_kit.conversion.planned import ConversionPlan
 from porting_kit.errors import CheckpointError
+from porting_kit.provenance import describe_environment
 
 if TYPE_CHECKING:
     from porting_kit.conversion.checkpoint import RankFile
@@ -76,7 +76,7 @@ def describe_conversion(plan: ConversionPlan, sources: Iterable[TensorSource], c
         "plan": plan.rules_digest,
         "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
         "sources": {file: list(state) for source in sources for file, state in sorted(source.identity.items())},
-        "versions": {name: metadata.version(name) for name in ("porting-kit", "torch")},
+        "versions": describe_environment(),
     }
 
 

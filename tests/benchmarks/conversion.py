@@ -29,8 +29,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TMPFS = Path("/dev/shm")
-LAYERS = {"quick": 0, "full": 9, "7b": 32}
-QUICK = {"num_hidden_layers": 5, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
+LAYERS = {"full": 9, "7b": 32}
+QUICK = {"num_hidden_layers": 3, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
 QUICK |= {"num_key_value_heads": 16}
 BLOCK_BYTES = 4 << 20
 
@@ -112,7 +112,6 @@ def measure_process(*arguments: str) -> dict[str, Any]:
 def time_write(file: Path, size: int) -> float:
     """Seconds to write `size` bytes in order from memory and flush them."""
     block = os.urandom(BLOCK_BYTES)
-    os.sync()
     started = time.perf_counter()
     with file.open("wb", buffering=0) as stream:
         for left in range(size, 0, -BLOCK_BYTES):
@@ -152,7 +151,6 @@ def alternate(rounds: int, baseline: Callable[[], float], run: Callable[[], dict
 def run_conversion(base: Path, folder: Path, *, dtype: str = "float16", tp_size: int = 1, workers: int = 2) -> dict:
     """One measured conversion; its output is removed."""
     out = folder / "checkpoint"
-    os.sync()
     result = measure_process("convert", str(base), str(out), dtype, str(tp_size), str(workers))
     result |= {"dtype": dtype, "tp_size": tp_size, "workers": workers}
     result["bytes"] = sum(file.stat().st_size for file in out.glob("rank*"))
@@ -170,24 +168,28 @@ def measure(folder: Path, *, size: str, source: str | None, rounds: int) -> dict
     num_bytes = write_large_model(base, **changes)
     entries = open_tensor_source(base).entries.values()
     largest = max(entry.num_bytes for entry in entries)
-    run_conversion(base, folder)  # the first one warms caches and the disk
+    if size != "quick":
+        run_conversion(base, folder)  # the first one warms caches and the disk
     disk = alternate(rounds, lambda: time_write(folder / "plain", num_bytes), lambda: run_conversion(base, folder))
     document: dict[str, Any] = {
         "bytes": num_bytes,
         "largest_tensor_mib": largest / 2**20,
         "write_ratio": disk["ratio"],
         "disk": disk,
-        "same_dtype": alternate(
-            1, lambda: time_write(folder / "plain", num_bytes), lambda: run_conversion(base, folder, dtype="bfloat16")
-        ),
     }
+    if size == "full":
+        document["same_dtype"] = alternate(
+            rounds,
+            lambda: time_write(folder / "plain", num_bytes),
+            lambda: run_conversion(base, folder, dtype="bfloat16"),
+        )
     grid = [(1, 1), (1, 4), (2, 2), (4, 2)] if size != "quick" else [(4, 4)]
     document["grid"] = [run_conversion(base, folder, tp_size=tp, workers=workers) for tp, workers in grid]
-    runs = [*disk["runs"], *document["same_dtype"]["runs"], *document["grid"]]
+    runs = [*disk["runs"], *document["grid"]]
     document["peak_over_largest_mib"] = max(run["peak_mib"] for run in runs) - largest / 2**20
     document["anonymous_over_largest_mib"] = max(run["peak_anonymous_mib"] for run in runs) - largest / 2**20
     document["upstream"] = compare_upstream(base, folder, source) if source else "left out: no --source TREE"
-    document |= measure_tmpfs(base, num_bytes, rounds)
+    document |= measure_tmpfs(base, num_bytes, 1 if size == "quick" else rounds)
     return document
 
 
@@ -196,9 +198,7 @@ def compare_upstream(base: Path, folder: Path, source: str) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     theirs_folder, ours_folder = folder / "theirs", folder / "ours"
-    os.sync()
     theirs = measure_process("upstream", str(base), str(theirs_folder), source)
-    os.sync()
     ours = measure_process("convert", str(base), str(ours_folder), "float16", "1", "2")
     one, two = (load_file(path / "rank0.safetensors") for path in (theirs_folder, ours_folder))
     same = set(one) == set(two) and all(bool((one[name] == two[name]).all()) for name in one)
@@ -265,8 +265,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps(convert(base, out, dtype, int(tp_size), int(workers))))
         return 0
     size = "quick" if options.quick else options.size
+    rounds = {"quick": 2, "7b": 1}.get(size, 3)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        document = measure(Path(folder), size=size, source=options.source, rounds=1 if size == "7b" else 3)
+        document = measure(Path(folder), size=size, source=options.source, rounds=rounds)
     document["interruption"] = measure_kills(1 if options.quick else 20)
     if options.json:
         print(json.dumps(document, indent=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def _write_shard(file: Path, shapes: dict[str, tuple[int, ...]], generator: np.r
                 count = min(left, BLOCK_VALUES)
                 stream.write(_random_bfloat16(generator, count, scale, is_norm="norm" in name))
                 left -= count
+        os.fsync(stream.fileno())  # so that no timing that follows waits for it
 
 
 def _random_bfloat16(generator: np.random.Generator, count: int, scale: float, *, is_norm: bool) -> bytes:

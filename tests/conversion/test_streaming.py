@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,27 @@ def test_heads_are_streamed_too(tmp_path: Path) -> None:
     assert torch.equal(stored["medusa_heads.1.lm_head.weight"], tensors["1.1.weight"])
     assert not stored["medusa_heads.1.medusa_layers.0.linear.bias"].any()
     assert outcome.verified == len(outcome.targets)
+
+
+def test_a_pickle_gives_the_same_bytes_and_a_warning(tmp_path: Path) -> None:
+    tensors = write_model(tmp_path / "base", raw_config("llama"))
+    convert_checkpoint(tmp_path / "base", tmp_path / "out", dtype="float16")
+    (tmp_path / "base" / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "base" / "pytorch_model.bin")
+    outcome = convert_checkpoint(tmp_path / "base", tmp_path / "pickled", dtype="float16")
+    assert digest(tmp_path / "pickled") == digest(tmp_path / "out")
+    assert any("a pickle" in warning for warning in outcome.warnings)
+
+
+def test_the_receipt_names_files_rules_and_versions(tmp_path: Path) -> None:
+    write_model(tmp_path / "base", raw_config("llama"))
+    save_file(head_tensors(1), tmp_path / "medusa_lm_head.safetensors")
+    receipt = convert_checkpoint(tmp_path / "base", tmp_path / "out", heads=tmp_path, dtype="float16").receipt()
+    stated = {Path(file["path"]).name: file["sha256"] for file in receipt["files"]}
+    files = (tmp_path / "base" / "model.safetensors", tmp_path / "medusa_lm_head.safetensors")
+    assert stated == {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    assert len(receipt["rules"]) == 64
+    assert receipt["versions"]["torch"] == torch.__version__
+    again = convert_checkpoint(tmp_path / "base", tmp_path / "two", heads=tmp_path, dtype="float16", tp_size=2)
+    assert again.receipt()["rules"] != receipt["rules"]
+    assert json.loads((tmp_path / "out" / "receipt.json").read_text())["files"] == receipt["files"]
