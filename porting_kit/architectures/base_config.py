@@ -34,6 +34,8 @@ class BaseConfig:
         norm_kind: "rms" or "layer".
         rope_share: part of each head that is rotated.
         q_scaling: the attention logit is divided by q_scaling * sqrt(D).
+        output_scale: factor on the logits that goes into the output matrix.
+        embedding_scale: factor on the embeddings that the class applies.
         switches: the family's switches; None where the config is silent.
         refusals: settings TensorRT-LLM's class cannot follow; `require_supported` raises for them.
         origins: attribute -> where it came from.
@@ -73,6 +75,8 @@ class BaseConfig:
     expert_size: int | None
     shared_expert_size: int | None
     embedding_size: int | None
+    output_scale: float = 1.0
+    embedding_scale: float | None = None
     switches: Mapping[str, bool | None] = field(default_factory=dict)
     refusals: tuple[Refusal, ...] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from porting_kit.architectures.family import ByKey, Family, Refusal
-from porting_kit.architectures.fields import IGNORED_KEYS
+from porting_kit.architectures.fields import ACTIVATIONS, IGNORED_KEYS, KNOWN_ACTIVATIONS
 from porting_kit.architectures.names import evaluate_dim
 from porting_kit.architectures.rope import BASE_KEYS, SHARE_KEYS, Rope, read_rope
-from porting_kit.errors import BaseModelError
+from porting_kit.errors import BaseModelError, suggest_nearest
 
 SPELLINGS: dict[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -88,7 +88,8 @@ LETTER_OF = {
     "rotary_dim": "Q",
     "embedding_size": "P",
 }
-DTYPES = {"float16": "float16", "half": "float16", "bfloat16": "bfloat16", "float32": "float32", "float": "float32"}
+DTYPES = {"float16": "float16", "half": "float16", "bfloat16": "bfloat16", "float32": "float32"}
+DTYPES |= {"float": "float32", "float64": "float64", "double": "float64"}
 
 
 @dataclass(frozen=True)
@@ -226,8 +227,8 @@ def normalise_config(raw: Mapping[str, Any], family: Family, where: str) -> dict
             target[name] = value
             reader.origins[f"switch:{name}" if name in family.switches else name] = Origin("derived", None, how)
     if values["dtype"] is not None:
-        name = str(values["dtype"]).removeprefix("torch.")
-        values["dtype"] = DTYPES.get(name, name)
+        values["dtype"] = _read_dtype(values["dtype"], where)
+    _check_activation(raw, values["activation"], family, where)
     _check_heads(values, where)
     switches = {
         name: derived_switches[name] if name in derived_switches else _read_switch(raw, rule, reader, name)
@@ -298,6 +299,47 @@ def _read_switch(raw: Mapping[str, Any], rule: Any, reader: ConfigReader, name: 
         reader.origins[f"switch:{name}"] = Origin("defaulted", None, "the config is silent")
         return rule.default
     return None
+
+
+def _read_dtype(stated: object, where: str) -> str:
+    name = str(stated).removeprefix("torch.")
+    if name not in DTYPES:
+        near = suggest_nearest(name, sorted(DTYPES))
+        raise BaseModelError(
+            f"the config states an unknown dtype {stated!r}",
+            expected=f"one of {sorted(set(DTYPES.values()))}",
+            found=repr(stated),
+            where=where,
+            next_step=f"the nearest is {near}; correct the key" if near else "correct torch_dtype or dtype",
+        )
+    return DTYPES[name]
+
+
+def _check_activation(raw: Mapping[str, Any], stated: object, family: Family, where: str) -> None:
+    """Refuse an activation that TensorRT-LLM does not know, and a config that states none by null."""
+    rows = [row for row in family.all_fields if row.target == "hidden_act"]
+    if all(row.kind == "constant" for row in rows):
+        return  # the class has one of its own, whatever the config says; requirements tell where that matters
+    spellings = family.spellings.get("activation", SPELLINGS["activation"])
+    silent = all(lookup(raw, key) is None for key in spellings)
+    if stated is None or (silent and any(key in raw for key in spellings)):
+        raise BaseModelError(
+            "the config states no activation",
+            expected=f"a key among {list(spellings)} with the name of an activation",
+            found="null" if any(key in raw for key in spellings) else "no such key",
+            where=where,
+            next_step="complete config.json; nothing is guessed",
+        )
+    known = set(KNOWN_ACTIVATIONS) | set(ACTIVATIONS)
+    if stated not in known:
+        near = suggest_nearest(str(stated), sorted(known))
+        raise BaseModelError(
+            f"TensorRT-LLM knows no activation {stated!r}",
+            expected=f"one of {sorted(known)}",
+            found=repr(stated),
+            where=where,
+            next_step=f"the nearest known name is {near}" if near else "check the key in config.json",
+        )
 
 
 def _check_heads(values: Mapping[str, Any], where: str) -> None:

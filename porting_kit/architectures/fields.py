@@ -88,8 +88,15 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu",
     "gelu_accurate": "gelu",
     "swish": "silu",
-    "quick_gelu": "quick_gelu",
 }
+
+# Names that TensorRT-LLM's table of activations holds (ACT2FN and GATED_ACT_2_ACT in functional.py, 0.8.0 to
+# 0.16.0.dev2024121000).
+KNOWN_ACTIVATIONS = frozenset(
+    """
+    relu tanh gelu gelu_new gelu_fast openai-gelu geglu gegelu identity silu softplus squared-relu swiglu fast-swiglu
+    """.split()  # noqa: SIM905 - a list of one word a line is longer
+)
 
 COMMON_FIELDS = (
     attribute("architecture"),

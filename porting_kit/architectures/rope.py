@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from porting_kit.errors import BaseModelError
 
-BASE_KEYS = ("rope_theta", "rotary_emb_base", "rotary_base", "rope_base")
+BASE_KEYS = ("rope_theta", "rotary_emb_base", "rotary_base", "rope_base", "rope_embedding_base")
 SHARE_KEYS = ("partial_rotary_factor", "rotary_pct", "rotary_percent", "rope_pct")
 KIND_NAMES = {"su": "longrope", "default": None, "none": None, None: None}
 

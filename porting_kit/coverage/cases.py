@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from porting_kit.coverage import foreign_models as foreign
@@ -102,6 +103,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+PHIMOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1}
+PHIMOE_BIASES = {"attention_bias": True, "lm_head_bias": True}
 LONG = {"kind": "longrope", "theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.4], "long_factor": [1.5, 2.5, 3.5, 6.0]}
 NO_FACTOR = Defect(
     "long rope's attention factor is 1.0 instead of sqrt(1 + ln s / ln L) (phi3/model.py, 0.11.0.dev2024062500)",
@@ -113,6 +116,16 @@ BAICHUAN_1 = ModelSize(vocab=64000)  # by which Baichuan 1 is told from 2
 
 def _case(name: str, family: str, make: Any, **more: Any) -> ReferenceCase:
     return ReferenceCase(name, family, make, **more)
+
+
+def _plain(name: str, family: str, place: str, **more: Any) -> ReferenceCase:
+    """A model of our own in plain PyTorch, by module and class; its module is imported when the model is made."""
+    module, class_name = place.split(".")
+
+    def make_model(size: ModelSize) -> Any:
+        return getattr(importlib.import_module(f"porting_kit.coverage.{module}"), class_name)(size)
+
+    return _case(name, family, lambda size: size, make_model=make_model, relative="plain PyTorch", **more)
 
 
 CASES: tuple[ReferenceCase, ...] = (
@@ -255,6 +268,28 @@ CASES: tuple[ReferenceCase, ...] = (
     _case("mpt", "mpt", _mpt),
     _case("mpt, clipped", "mpt", lambda s: _mpt(s, clip_qkv=1.0)),
     _case("phi", "phi", lambda s: make_config("Phi", **_ungrouped(s, **rope_settings(partial_rotary_factor=0.5)))),
+    _case(
+        "exaone",
+        "exaone",
+        lambda s: make_config("Llama", **_modern(s, **rope_settings())),
+        rename=foreign.as_exaone,
+        relative="LLaMA, re-expressed",
+    ),
+    _case(
+        "phimoe",
+        "phimoe",
+        lambda s: make_config("Phimoe", **_modern(s, **PHIMOE, **PHIMOE_BIASES, **rope_settings())),
+    ),
+    _case(
+        "phimoe, no biases",
+        "phimoe",
+        lambda s: make_config("Phimoe", **_modern(s, **PHIMOE, **rope_settings())),
+    ),
+    _plain("phi3_small, no blocks", "phi3_small", "scaled_decoders.Phi3Small"),
+    _plain("phi3_small", "phi3_small", "scaled_decoders.Phi3Small", edit_config={"dense_attention_every_n_layers": 2}),
+    _plain("jais", "jais", "scaled_decoders.Jais"),
+    _plain("grok", "grok", "plain_decoders.Grok"),
+    _plain("arctic", "arctic", "plain_decoders.Arctic"),
     _case("phi3", "phi3", lambda s: make_config("Phi3", **_modern(s, pad_token_id=0, **rope_settings()))),
     _case(
         "phi3, long rope",
@@ -332,4 +367,4 @@ CASES: tuple[ReferenceCase, ...] = (
 )
 
 # Families that have rules and no random model here: family -> why.
-WITHOUT_REFERENCE = {"grok": "transformers has no Grok and no relative that computes the same"}
+WITHOUT_REFERENCE: dict[str, str] = {}

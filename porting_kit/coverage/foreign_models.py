@@ -74,6 +74,17 @@ def as_internlm2(tensors: Tensors, raw: dict[str, Any], size: ModelSize) -> Name
     return move_names(tensors, table), raw
 
 
+def as_exaone(tensors: Tensors, raw: dict[str, Any], size: ModelSize) -> Named:
+    """EXAONE 3 from LLaMA: the same under GPT-2's names."""
+    table = {"model.layers.": "transformer.h.", "self_attn.o_proj": "attn.attention.out_proj"}
+    table |= {"self_attn": "attn.attention", "mlp.gate_proj": "mlp.c_fc_0", "mlp.up_proj": "mlp.c_fc_1"}
+    table |= {"mlp.down_proj": "mlp.c_proj", "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2"}
+    table |= {"model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f"}
+    raw |= {"architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "num_layers": raw.pop("num_hidden_layers")}
+    raw |= {"activation_function": raw.pop("hidden_act"), "layer_norm_epsilon": raw.pop("rms_norm_eps")}
+    return move_names(tensors, table), raw
+
+
 def as_baichuan(tensors: Tensors, raw: dict[str, Any], size: ModelSize) -> Named:
     """Baichuan from LLaMA: one packed matrix."""
     raw |= {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan", "vocab_size": size.vocab}

@@ -31,6 +31,7 @@ from porting_kit.coverage.positions import (
 )
 from porting_kit.coverage.reference_models import ReferenceCase, make_reference, save_reference
 from porting_kit.coverage.row import Row
+from porting_kit.coverage.unlisted import UNLISTED
 from porting_kit.errors import BaseModelError, EnvironmentMissing, PortFileError, PortingKitError
 from porting_kit.patching import MedusaModule, PatchOutcome, ReleaseTooOld, build_medusa_module, patch_architecture
 from porting_kit.source_tree import SourceTree
@@ -265,7 +266,7 @@ def explain_no_case(arch: str) -> str:
         if arch in (*family.architectures, *family.architectures.values()):
             why = WITHOUT_REFERENCE.get(family.name, "none of its cases has this name")
             return f"no random reference model of the family {family.name}: {why}"
-    return NO_FAMILY
+    return UNLISTED.get(arch, NO_FAMILY)
 
 
 def require_expressible(base: BaseConfig, release: str) -> None:

@@ -132,11 +132,12 @@ def make_reference(case: ReferenceCase, size: ModelSize | None = None, seed: int
     torch.manual_seed(seed)
     config = case.make_config(size or case.size)
     if case.make_model is not None:
-        model = case.make_model(config)
+        model = case.make_model(config)  # a plain decoder is random already
     else:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=case.attention)
     model = model.float().eval().requires_grad_(False)
-    randomise_weights(model, seed)
+    if isinstance(model, transformers.PreTrainedModel):
+        randomise_weights(model, seed)
     if case.prepare is not None:
         case.prepare(model)
     return model

@@ -106,6 +106,29 @@ def test_contradictions_and_gaps_are_refused(changes: dict, text: str | None) ->
 
 
 @pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"hidden_act": "zzz"}, "knows no activation 'zzz'"),
+        ({"hidden_act": "sillu"}, "the nearest known name is silu"),
+        ({"hidden_act": 3}, "knows no activation 3"),
+        ({"hidden_act": None}, "states no activation"),
+        ({"torch_dtype": "zz"}, "unknown dtype 'zz'"),
+        ({"torch_dtype": "bfloat61"}, "the nearest is bfloat16"),
+        ({"torch_dtype": None, "dtype": "float8_e4m3fn"}, "unknown dtype"),
+    ],
+)
+def test_unknown_activations_and_dtypes_are_refused(changes: dict, text: str) -> None:
+    with pytest.raises(BaseModelError, match=text):
+        read_base_config({**T, **changes})
+
+
+def test_a_class_with_an_activation_of_its_own_asks_for_none() -> None:
+    raw = {**T, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_act": "silu"}
+    assert read_base_config(raw).activation == "silu"
+    assert read_base_config({**T, "hidden_act": "gelu_pytorch_tanh"}).activation == "gelu_pytorch_tanh"
+
+
+@pytest.mark.parametrize(
     ("raw", "family"),
     [
         ({**T, "model_type": "mycorp_chat", "architectures": ["Qwen2ForCausalLM"]}, "qwen2"),

@@ -36,12 +36,18 @@ DBRX |= {"ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k"
 
 # family -> (class name, config)
 RAW: dict[str, tuple[str, dict[str, Any]]] = {
+    "arctic": (
+        "ArcticForCausalLM",
+        {**LIKE_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16}
+        | {"moe_layer_frequency": 1, "parallel_attn_mlp_res": True},
+    ),
     "baichuan": ("BaichuanForCausalLM", ALL_HEADS),
     "bloom": ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 37}),
     "chatglm": ("ChatGLMModel", GLM),
     "cohere": ("CohereForCausalLM", {**LIKE_LLAMA, "use_qk_norm": True, "attention_bias": True}),
     "dbrx": ("DbrxForCausalLM", DBRX),
     "deepseek_v1": ("DeepseekForCausalLM", {**LIKE_LLAMA, **MOE, "n_shared_experts": 2}),
+    "exaone": ("ExaoneForCausalLM", LIKE_LLAMA),
     "falcon": (
         "FalconForCausalLM",
         {**LIKE_LLAMA, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True, "ffn_hidden_size": 48}
@@ -56,6 +62,11 @@ RAW: dict[str, tuple[str, dict[str, Any]]] = {
     "gptneox": ("GPTNeoXForCausalLM", {**FOUR_TIMES, "rotary_emb_base": 30000, "rotary_pct": 0.5}),
     "grok": ("Grok1ModelForCausalLM", {**LIKE_LLAMA, **MOE, "intermediate_size": 16, "moe_intermediate_size": None}),
     "internlm2": ("InternLM2ForCausalLM", {**LIKE_LLAMA, "bias": True}),
+    "jais": (
+        "JAISLMHeadModel",
+        {**LIKE_GPT2, "n_inner": 48, "position_embedding_type": "alibi", "activation_function": "swiglu"}
+        | {"width_scale": 0.25, "embeddings_scale": 14.0},
+    ),
     "llama": ("LlamaForCausalLM", {**LIKE_LLAMA, "attention_bias": True, "mlp_bias": True}),
     "mixtral": (
         "MixtralForCausalLM",
@@ -67,6 +78,14 @@ RAW: dict[str, tuple[str, dict[str, Any]]] = {
     "persimmon": ("PersimmonForCausalLM", ALL_HEADS),
     "phi": ("PhiForCausalLM", ALL_HEADS),
     "phi3": ("Phi3ForCausalLM", LIKE_LLAMA),
+    "phi3_small": (
+        "Phi3SmallForCausalLM",
+        {**LIKE_LLAMA, "intermediate_size": None, "ff_intermediate_size": 48, "dense_attention_every_n_layers": 1},
+    ),
+    "phimoe": (
+        "PhiMoEForCausalLM",
+        {**LIKE_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
+    ),
     "qwen": ("QWenLMHeadModel", {**ALL_HEADS, "intermediate_size": 96, "layer_norm_epsilon": 1e-6}),
     "qwen2": ("Qwen2ForCausalLM", {**LIKE_LLAMA, "rope_theta": 1e6}),
     "qwen2_moe": ("Qwen2MoeForCausalLM", {**LIKE_LLAMA, **MOE, "shared_expert_intermediate_size": 24}),

@@ -16,7 +16,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.conversion import grok_reference
+from porting_kit.coverage.plain_decoders import Grok
+from porting_kit.coverage.reference_models import ModelSize
 
 E, L, H, K, V, I, S = 64, 2, 8, 2, 161, 128, 128  # noqa: E741 - the letters of the package
 LIKE_LLAMA = {
@@ -76,11 +77,9 @@ class TinyCase:
 def save_tiny(case: TinyCase, folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """Write the model to `folder` and return the reference, in float32, on the weights as saved."""
     if case.make_config is None:
-        folder.mkdir(parents=True)
-        tensors = grok_reference.make_tensors()
-        save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(grok_reference.CONFIG))
-        return grok_reference.GrokReference(tensors)
+        model = Grok(ModelSize())
+        model.save_pretrained(folder)
+        return model
     torch.manual_seed(0)
     config = case.make_config()
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()

@@ -10,9 +10,10 @@ import torch
 from porting_kit.architectures import load_families, read_base_config
 from porting_kit.coverage.cases import CASES, WITHOUT_REFERENCE
 from porting_kit.coverage.heads import NUM_HEADS, head_logits, write_fitted_heads
-from porting_kit.coverage.reference_models import make_reference, save_reference
+from porting_kit.coverage.reference_models import ModelSize, make_reference, save_reference
 
 BY_NAME = {case.name: case for case in CASES}
+PLAIN = ["grok", "arctic", "jais", "phi3_small"]
 FOREIGN = [case.name for case in CASES if case.rename is not None and case.size.vocab < 1000]
 
 
@@ -22,7 +23,7 @@ def test_every_family_has_a_case_or_a_reason():
     assert len(BY_NAME) == len(CASES)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "falcon 40B", "gemma", *FOREIGN])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "falcon 40B", "gemma", *PLAIN, *FOREIGN])
 def test_a_saved_model_is_recognised_as_its_family(name, tmp_path):
     case = BY_NAME[name]
     save_reference(case, make_reference(case), tmp_path)
@@ -30,8 +31,14 @@ def test_a_saved_model_is_recognised_as_its_family(name, tmp_path):
     assert read_base_config(tmp_path).family == case.family
 
 
+def is_plain(case) -> bool:
+    """A model of our own, in no transformers class."""
+    return isinstance(case.make_config(case.size), ModelSize)
+
+
 def test_a_reexpressed_model_says_so():
-    assert all((case.relative is not None) == (case.rename is not None) for case in CASES)
+    assert all((case.relative is not None) == (case.rename is not None or is_plain(case)) for case in CASES)
+    assert {case.relative for case in CASES if is_plain(case)} == {"plain PyTorch"}
     assert BY_NAME["chatglm3"].text == "chatglm3 (GLM, re-expressed)"
 
 
