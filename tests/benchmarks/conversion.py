@@ -231,8 +231,8 @@ def measure_kills(count: int) -> dict[str, Any]:
     import torch
 
     from porting_kit.conversion import convert_checkpoint
+    from tests.conversion.kills import LARGER, digest, kill_and_resume
     from tests.conversion.rule_models import raw_config, write_model
-    from tests.conversion.test_interruption import LARGER, digest, kill_and_resume
 
     with tempfile.TemporaryDirectory() as name:
         base = Path(name) / "base"

@@ -5,12 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import resource
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,11 +17,15 @@ from porting_kit.conversion import convert_checkpoint, spans
 from porting_kit.conversion.checkpoint import RankFile
 from porting_kit.conversion.journal import JOURNAL, LOCK, Journal, lock_folder
 from porting_kit.errors import BaseModelError, CheckpointError
-from tests.conversion.rule_models import LIKE_LLAMA, raw_config, write_model
-from tests.conversion.test_streaming import digest
-
-ROOT = Path(__file__).resolve().parents[2]
-LARGER = {**LIKE_LLAMA, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
+from tests.conversion.kills import (
+    LARGER,
+    convert_with_small_spans,
+    digest,
+    kill_and_resume,
+    looks_complete,
+    start_conversion,
+)
+from tests.conversion.rule_models import raw_config, write_model
 
 
 @pytest.fixture(scope="module")
@@ -38,49 +39,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(base: Path) -> dict[str, str]:
     convert_checkpoint(base, base.parent / "whole", dtype="float16", tp_size=2, verify=False)
     return digest(base.parent / "whole")
-
-
-def looks_complete(folder: Path) -> bool:
-    """What any reader of checkpoints looks for: config.json and every rank's file under its name."""
-    return (folder / "config.json").exists()
-
-
-def start_conversion(base: Path, out: Path, delay: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.conversion.convert_worker", str(base), str(out), "2", str(delay), "20000"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-
-
-def kill_at(base: Path, out: Path, seconds: float) -> None:
-    """Kill a conversion some time after its first span; it must not have finished."""
-    process = start_conversion(base, out, 0.02)
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("converting")
-    time.sleep(seconds)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-
-
-def kill_and_resume(base: Path, out: Path, expected: dict[str, str], kills: int, seed: int) -> int:
-    """Kill a conversion at random moments, each time going on; then let it end. Returns the spans it did not redo."""
-    moments = random.Random(seed)
-    for _ in range(kills):
-        kill_at(base, out, moments.uniform(0, 0.25))
-        assert not looks_complete(out)
-        assert not list(out.glob("rank*.safetensors"))
-    outcome = convert_with_small_spans(base, out)
-    assert digest(out) == expected
-    assert looks_complete(out)
-    assert not list(out.glob(".*"))
-    return outcome.resumed_spans
-
-
-def convert_with_small_spans(base: Path, out: Path):
-    before, spans.SPAN_BYTES = spans.SPAN_BYTES, 20000
-    try:
-        return convert_checkpoint(base, out, dtype="float16", tp_size=2, workers=2)
-    finally:
-        spans.SPAN_BYTES = before
 
 
 def test_a_killed_conversion_goes_on_where_it_was(base: Path, expected: dict[str, str], tmp_path: Path) -> None:

@@ -18,14 +18,11 @@ from porting_kit.conversion.convert import iterate_targets
 from porting_kit.conversion.row_map import map_rows
 from porting_kit.conversion.stream import MemoryGate, Progress
 from porting_kit.errors import ConversionError
+from tests.conversion.kills import digest
 from tests.conversion.rule_models import RAW, head_tensors, random_tensors, raw_config, write_model
 
 MIXED_WITHIN_ROWS = {"gpt2", "dbrx"}
 """Families with transposes or reshapes over the last dimension: those targets are made whole."""
-
-
-def digest(folder: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("rank*"))}
 
 
 @pytest.mark.parametrize("family", sorted(RAW))
