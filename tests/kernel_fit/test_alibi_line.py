@@ -17,7 +17,9 @@ def test_slopes_are_those_of_transformers(heads):
     assert np.allclose(alibi_slopes(heads), line[:, 0, 1].numpy(), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("heads", "pairs", "length"), [(16, 16, 1024), (12, 24, 600), (3, 8, 1024), (32, 8, 512), (32, 6, 1024)])
+@pytest.mark.parametrize(
+    ("heads", "pairs", "length"), [(16, 16, 1024), (12, 24, 600), (3, 8, 1024), (32, 8, 512), (32, 6, 1024)]
+)
 def test_line_is_followed_and_far_keys_stay_down(heads, pairs, length):
     fit = fit_alibi(alibi_slopes(heads), pairs, length)
     distances = np.arange(length, dtype=float)
