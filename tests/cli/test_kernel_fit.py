@@ -13,6 +13,7 @@ from tests.alignment.tiny_ports import make_base
 from tests.benchmarks.xqa import write_port
 from tests.cli.conftest import PortFolder, make_heads
 from tests.cli.test_commands import call
+from tests.emulator.test_xqa import make_kernel
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the message for a machine without a GPU")
@@ -24,6 +25,22 @@ def test_the_real_kernel_without_a_gpu_is_exit_3(port: PortFolder, tmp_path):
     assert "release:<x>" in text
     # Said before anything is loaded or written.
     assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+def test_a_port_goes_through_the_kernel_and_the_verdict_says_so(port: PortFolder, tmp_path, monkeypatch):
+    from porting_kit.emulator import xqa
+    from porting_kit.steps import alignment_session
+
+    kernel = make_kernel()
+    monkeypatch.setattr(xqa, "open_xqa_kernel", lambda tokens_per_block: kernel)
+    monkeypatch.setattr(alignment_session, "open_xqa_kernel", lambda tokens_per_block: kernel)
+    options = ("-p", "kernel=xqa", "-p", "dtype=float16", "-p", "alignment.new_tokens=3")
+    code, document, _ = call("align", port.file, "--out", tmp_path / "run", *options)
+    assert kernel.calls > 0
+    assert "kernel arithmetic" in document["covered"]
+    assert document["figures"]["kernel"].startswith("XQA of flashinfer-python 0.7.4 (commit 77039051b0be)")
+    # An ALiBi model as it is: the kernel drops the bias, and the verdict names it.
+    assert (code, document["verdict"]) == (1, "fail")
 
 
 BUG_REPORT = "0.11.0.dev2024062500"

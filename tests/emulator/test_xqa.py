@@ -27,7 +27,7 @@ needs_kernel = pytest.mark.skipif(not HAS_KERNEL, reason="needs a GPU and flashi
 
 
 def stand_in(q, k_cache, v_cache, table, lengths, output, scratch, counters, kv_heads, size, **options):
-    """What flashinfer.xqa.xqa says it computes, query by query and row by row, in float64."""
+    """What flashinfer.xqa.xqa says it computes, row by row of the cache and bit by bit of the mask, in float64."""
     assert options["kv_layout"] == "HND"
     assert counters.dtype is torch.uint32
     assert not bool(counters.view(torch.int32).any())
@@ -37,22 +37,19 @@ def stand_in(q, k_cache, v_cache, table, lengths, output, scratch, counters, kv_
     queries, outputs = q.reshape(B, N, H, D), output.view(B, N, H, D)
     for b in range(B):
         length = int(lengths.view(torch.int32)[b, 0])
-        rows = [(int(table[b, row // size]), row % size) for row in range(length)]
-        for n in range(N):
-            words = options["mask"][b, n].view(torch.int16).tolist() if N > 1 else [1]
-            seen = [
-                row
-                for row in range(length)
-                if row < length - N or (words[(row - length + N) // 16] >> ((row - length + N) % 16)) & 1
-            ]
-            for h in range(H):
-                kv = h // (H // kv_heads)
-                keys, values = (
-                    torch.stack([cache[rows[row][0], kv, rows[row][1]] for row in seen]).double()
-                    for cache in (k_cache, v_cache)
-                )
-                logits = keys @ queries[b, n, h].double() * options["q_scale"] / math.sqrt(D)
-                outputs[b, n, h] = (logits.softmax(-1) @ values).to(output.dtype)
+        places = [(int(table[b, row // size]), row % size) for row in range(length)]
+        blocks, slots = (torch.tensor(part) for part in zip(*places, strict=True))
+        keys, values = (
+            cache[blocks, :, slots].double().repeat_interleave(H // kv_heads, 1) for cache in (k_cache, v_cache)
+        )
+        seen = torch.ones(N, length, dtype=torch.bool)
+        for node in range(N if N > 1 else 0):
+            words = options["mask"][b, node].view(torch.int16).tolist()
+            for bit in range(N):
+                seen[node, length - N + bit] = bool((words[bit // 16] >> (bit % 16)) & 1)
+        logits = torch.einsum("nhd,lhd->hnl", queries[b].double(), keys) * options["q_scale"] / math.sqrt(D)
+        weights = logits.masked_fill(~seen, -math.inf).softmax(-1)
+        outputs[b] = torch.einsum("hnl,lhd->nhd", weights, values).to(output.dtype)
 
 
 def make_kernel(function=stand_in, tokens_per_block: int = 16) -> XqaKernel:
