@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM
 
 from porting_kit.errors import BaseModelError, HeadsError, TreeError
+from porting_kit.medusa.head_fit import read_fit
 from porting_kit.medusa.head_ranks import UNKNOWN_RANK, measure_accuracy, measure_ranks, replay_steps
 from porting_kit.medusa.heads import HEADS_FILE, load_heads
 from porting_kit.medusa.self_distillation import IGNORED, Continuations, Frame, continue_greedily, cut_prompts
@@ -205,7 +206,7 @@ def test_an_interrupted_run_ends_like_a_whole_one(model, continuations, tmp_path
     resumed = train_on_continuations(
         continuations, model.get_output_embeddings(), settings, checkpoint=file, report=lines.append
     )
-    assert "continuing from step 10" in lines
+    assert "continuing from step 12" in lines
     assert resumed.losses == whole.losses
     for name, tensor in resumed.heads.state_dict().items():
         torch.testing.assert_close(tensor, whole.heads.state_dict()[name])
@@ -279,6 +280,18 @@ def test_too_few_prompts_are_refused(model, continuations):
         train_quietly(continuations.take(slice(2)), model)
 
 
+class HeadsOf:
+    """v2 heads of the module as `HeadSet` gives them."""
+
+    def __init__(self, heads) -> None:
+        self.num_heads, self.num_layers, self.own_output = heads.num_heads, heads.num_layers, False
+        self.state = {name: tensor.detach() for name, tensor in heads.state_dict().items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        _, head, _, layer, linear, part = name.split(".")
+        return self.state[f"{head}.{layer}.{linear}.{part}"]
+
+
 def test_demo_heads_are_accepted_and_alibi_matters():
     """The shipped weights: two tokens a step and more; without its ALiBi slopes the base says something else."""
     model = BloomForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32).eval()
@@ -293,6 +306,12 @@ def test_demo_heads_are_accepted_and_alibi_matters():
     assert replay_steps(ranks, paths) > 1.8
     heads_swapped = ranks.flip(-1)  # seeded fault: the heads in the wrong order
     assert replay_steps(heads_swapped, paths) < replay_steps(ranks, paths) - 0.2
+
+    turn = torch.linalg.qr(torch.randn(384, 384, generator=torch.Generator().manual_seed(0)))[0]
+    for head in heads:  # seeded fault: the same heads for a base whose hidden states are turned
+        head[0].linear.weight.data = turn @ head[0].linear.weight.data @ turn.T
+    fit = read_fit(HeadsOf(heads), said, model.get_output_embeddings())
+    assert {reading.verdict for reading in fit.readings} == {"foreign"}
 
     with pytest.MonkeyPatch.context() as patch:
         import transformers.models.bloom.modeling_bloom as bloom
