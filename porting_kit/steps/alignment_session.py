@@ -126,7 +126,7 @@ class AlignmentSession:
     def kernel(self) -> KernelProfile:
         """Whose attention arithmetic the emulator uses; for `xqa` with the real kernel in it."""
         profile = kernel_profile(self.run.port.kernel)
-        if profile.name != "xqa":
+        if profile.name != "xqa" or self.run.port.engine == "captured":  # an engine brings its own kernels
             return profile
         return replace(profile, attend_tree=open_xqa_kernel(self.run.port.target.tokens_per_block))
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from porting_kit.steps.alignment_session import AlignmentSession
+from porting_kit.steps.context import open_port_run
 from tests.alignment.tiny_ports import make_base
 from tests.benchmarks.xqa import write_port
 from tests.cli.conftest import PortFolder, make_heads
@@ -41,6 +43,12 @@ def test_a_port_goes_through_the_kernel_and_the_verdict_says_so(port: PortFolder
     assert document["figures"]["kernel"].startswith("XQA of flashinfer-python 0.7.4 (commit 77039051b0be)")
     # An ALiBi model as it is: the kernel drops the bias, and the verdict names it.
     assert (code, document["verdict"]) == (1, "fail")
+
+
+def test_files_of_an_engine_need_no_kernel_here(port: PortFolder, tmp_path):
+    captured = {"kernel": "xqa", "engine": "captured", "alignment.captured": "base/config.json"}
+    run = open_port_run(port.file, run_folder=tmp_path / "run", overrides=captured)
+    assert AlignmentSession(run).kernel.attend_tree is None
 
 
 BUG_REPORT = "0.11.0.dev2024062500"
