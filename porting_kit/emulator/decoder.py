@@ -144,10 +144,11 @@ class Decoders:
         is_enabled: False runs every step eagerly; may be changed at any time.
         compiles: new decoders hand their programs to torch.compile, which fuses small operations on a GPU; it takes a
             minute for a model of thirty layers.
+        keep: how many decoders are kept, those used last.
     """
 
     def __init__(self) -> None:
-        self.is_enabled, self.compiles = True, False
+        self.is_enabled, self.compiles, self.keep = True, False, KEPT_DECODERS
         self._kept: OrderedDict[tuple, Decoder] = OrderedDict()
         self._failed: set[tuple] = set()
         self._versions: tuple[int, ...] = ()
@@ -177,7 +178,7 @@ class Decoders:
             return None
         if key not in self._kept:
             self._kept[key] = Decoder(model, batch_size, capacity, position_offsets, packed_mask)
-            while len(self._kept) > KEPT_DECODERS:
+            while len(self._kept) > self.keep:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
