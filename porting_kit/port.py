@@ -130,6 +130,7 @@ class Port(_Section):
     base: str
     dtype: Dtype = "float16"
     base_checkpoint: str | None = None
+    architecture_file: str | None = None
     heads: Heads
     trtllm: TensorRTLLM = TensorRTLLM()
     tree: str | list[list[StrictInt]] = "auto"
@@ -188,6 +189,11 @@ class Port(_Section):
     def base_checkpoint_path(self) -> Path | None:
         """A TensorRT-LLM checkpoint of the base that heads are added to; None converts the base here."""
         return None if self.base_checkpoint is None else self.resolve_path(self.base_checkpoint)
+
+    @property
+    def architecture_path(self) -> Path | None:
+        """A Python file with the rules of a family that this package does not have; None: it has the base's."""
+        return None if self.architecture_file is None else self.resolve_path(self.architecture_file)
 
     @property
     def heads_path(self) -> Path:

@@ -243,9 +243,13 @@ class Family:
         return sum(any(match_name(pattern, name) is not None for pattern in patterns) for name in names) / len(names)
 
 
+# Families of the user's own files, by name; see family_file.
+EXTRA_FAMILIES: dict[str, Family] = {}
+
+
 @lru_cache(maxsize=1)
 def load_families() -> dict[str, Family]:
-    """Every family by name, from the modules in `families/`. Sources: each module cites its own."""
+    """Every family by name, from the modules in `families/` and the files that were named. Each cites its sources."""
     package = importlib.import_module("porting_kit.architectures.families")
     found: dict[str, Family] = {}
     for module_info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
@@ -254,7 +258,7 @@ def load_families() -> dict[str, Family]:
         if family.name != module_info.name:
             raise ValueError(f"module {module_info.name!r} holds the family {family.name!r}: the names must agree")
         found[family.name] = family
-    return found
+    return {**found, **EXTRA_FAMILIES}
 
 
 def find_family(raw: Mapping[str, object], tensor_names: Collection[str] | None = None) -> Family:
@@ -299,5 +303,6 @@ def find_family(raw: Mapping[str, object], tensor_names: Collection[str] | None 
         expected="a class name in `architectures` or a `model_type` of a known family",
         found=f"architectures {classes or None}, model_type {model_type!r}",
         items=sorted(families),
-        next_step=f"the nearest known class is {near}; " * bool(near) + "a new family is one module in families/",
+        next_step=f"the nearest known class is {near}; " * bool(near)
+        + "a new family is one file, named in the port file's `architecture_file`",
     )

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from porting_kit.architectures.names import Dims, Shape, evaluate_dim
 from porting_kit.architectures.rules import COLUMN, VOCABULARY, Rule, Shard
 from porting_kit.conversion.planned import ConversionPlan, PlannedTensor
-from porting_kit.conversion.sharding import cut_pieces, locate_target
-from porting_kit.errors import ConversionError
+from porting_kit.conversion.sharding import cut_head_pieces, cut_pieces, locate_target
+from porting_kit.errors import ConversionError, suggest_nearest
 
 if TYPE_CHECKING:
     from porting_kit.architectures.base_config import BaseConfig
@@ -144,6 +144,12 @@ def _canonical_names(family: Family, names: Sequence[str]) -> dict[str, str]:
     return canonical
 
 
+def _with_nearest(name: str, surplus: Sequence[str]) -> str:
+    """A missing name, and the unknown one of the source that is nearest to it."""
+    near = suggest_nearest(name, surplus)
+    return f"{name} (nearest in the source: {near})" if near else name
+
+
 class _Builder:
     """Builds the targets of one plan and keeps the accounts."""
 
@@ -210,7 +216,7 @@ class _Builder:
             found=f"{len(self.source.names())} tensors, {len(surplus)} of them unknown to {self.base.family}"
             + (f" (such as {surplus[0]})" if surplus else ""),
             where=self.source.where,
-            items=missing,
+            items=[_with_nearest(name, surplus) for name in missing],
             next_step="the weights are incomplete, quantised, or of another architecture than the config says",
         )
 
@@ -262,8 +268,7 @@ class _Builder:
 
     def _head(self, target: str, sources: tuple[str, ...], origin: str, shape: Shape, shard: Shard) -> PlannedTensor:
         shape, padded = self._pad(shard, shape)
-        stage, name = locate_target(target, None, "last", self.base.num_layers, self.pp_size)
-        pieces = cut_pieces(name, stage, shape, shard, self.dims, self.tp_size)
+        pieces = cut_head_pieces(target, shape, shard, self.tp_size, self.pp_size)
         return PlannedTensor(target, sources, origin, (), 1, shape, shard, self.dtype, pieces, padded)
 
     def _place(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from porting_kit.architectures import use_family_file
 from porting_kit.errors import VerdictFailed
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.port import Port, load_port
@@ -55,6 +56,8 @@ class PortRun:
             # A fit is made for the kernels of the target.
             fields = tuple(dict.fromkeys((*fields, "kernel", "target", "dtype")))
         hashes = {f"port.{name}": hash_value(self.port.fields(name)) for name in fields}
+        if "base" in fields and self.port.architecture_path is not None:
+            hashes["architecture file"] = fingerprint_path(self.port.architecture_path)
         if "base" in fields:
             hashes["base files"] = fingerprint_path(self.port.base_path)
         if "base_checkpoint" in fields and self.port.base_checkpoint_path is not None:
@@ -79,8 +82,19 @@ def open_port_run(
         RunFolderError: the folder belongs to something else.
     """
     port = load_port(port_file, overrides)
+    use_port_family(port)
     root = Path(run_folder) if run_folder else Path(RUNS_FOLDER) / port.name
     return PortRun(port=port, folder=open_run_folder(root, port.name), port_file=Path(port_file).resolve())
+
+
+def use_port_family(port: Port) -> None:
+    """Make the family of the port's `architecture_file` known; nothing when it names none.
+
+    Raises:
+        BaseModelError: the file cannot be used.
+    """
+    if port.architecture_path is not None:
+        use_family_file(port.architecture_path)
 
 
 def require_pass(outcome: StepOutcome) -> str:

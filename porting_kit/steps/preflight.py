@@ -47,7 +47,7 @@ from porting_kit.releases.resources import (
 )
 from porting_kit.releases.shape import AttentionShape, attention_shape
 from porting_kit.source_tree import SourceTree, open_source_tree
-from porting_kit.steps.context import PortRun, finish_step, open_port_run, running_step
+from porting_kit.steps.context import PortRun, finish_step, open_port_run, running_step, use_port_family
 from porting_kit.steps.fit import describe_fit, plan_port_fit
 from porting_kit.steps.prompts import require_prompts
 
@@ -100,7 +100,9 @@ def check_port_file(
         return preflight_port(open_port_run(port_file, run_folder=run_folder, overrides=overrides))
     from porting_kit.port import load_port
 
-    return check_port(load_port(port_file, overrides))
+    port = load_port(port_file, overrides)
+    use_port_family(port)
+    return check_port(port)
 
 
 def preflight_port(run: PortRun) -> PreflightResult:

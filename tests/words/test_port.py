@@ -24,6 +24,12 @@ def test_minimal_port_has_defaults_and_paths_beside_the_file(tmp_path):
     assert (port.dtype, port.kernel, port.source, port.target.tp_size) == ("float16", "exact", "bundled", 1)
 
 
+def test_an_architecture_file_lies_beside_the_port_file(tmp_path):
+    assert load_port(write(tmp_path, MINIMAL)).architecture_path is None
+    port = load_port(write(tmp_path, {**MINIMAL, "architecture_file": "rules.py"}))
+    assert port.architecture_path == tmp_path / "rules.py"
+
+
 @pytest.mark.parametrize(
     ("change", "named", "near"),
     [
