@@ -37,14 +37,16 @@ kernel could compute, and the compiled kernels of older releases.
 
 To run a port of your own through it: `porting-kit align PORT.yaml -p kernel=xqa` on a machine with a GPU of compute
 capability 9, 10 or 12 and the extra `gpu`. Every tree step of every layer then goes through the kernel; everything else
-stays in the emulator.
+stays in the emulator. With the bundled definitions, name the release a fit is for as well:
+`-p trtllm.release=0.11.0.dev2024062500 -p fit=auto`.
 """
 
 FIT_HEAD = """# How close the ALiBi fit is
 
 How well rotary waves stand for ALiBi, at which head size, in which type, and where they do not.
 
-Measured by `python -m tests.benchmarks.alibi_fit --source TREE` with the tree of 0.11.0.dev2024062500.
+Measured by `python -m tests.benchmarks.alibi_fit --source TREE` with the tree of 0.11.0.dev2024062500. What follows
+from the figures is said in [Making Bloom work](making_bloom_work.md).
 """
 
 
@@ -175,7 +177,8 @@ def write_fit_page(figures: Mapping[str, Any]) -> str:
         ),
         "## Whole models against Hugging Face\n\n"
         "Random models, prompts up to the fitted length, greedy tokens after each. *Unfitted* is the same model in\n"
-        "the same type with exact ALiBi: what half precision costs alone.\n\n"
+        "the same type with exact ALiBi: what half precision costs alone. Falcon's 2 % are not the fit's: Hugging\n"
+        "Face rounds its ALiBi to bfloat16.\n\n"
         + _table(
             (
                 *("family", "head size", "tokens", "type", "logit error, fitted", "unfitted", "greedy tokens, fitted"),
