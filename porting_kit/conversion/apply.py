@@ -159,7 +159,15 @@ def _stage_shapes(
 
 
 def cast_tensor(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Cast to the checkpoint's dtype.
+    """Cast to the checkpoint's dtype. Raises ConversionError, see `check_values`."""
+    check_values(tensor, dtype, name)
+    if {tensor.dtype, dtype} == {torch.float16, torch.bfloat16}:
+        return tensor.float().to(dtype)  # the same values; by way of float32 is the faster way
+    return tensor.to(dtype)
+
+
+def check_values(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    """Refuse what the checkpoint's dtype cannot hold.
 
     Raises:
         ConversionError: a value is not finite, or would not be after the cast.
@@ -172,7 +180,7 @@ def cast_tensor(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Te
             next_step="dequantise the model first",
         )
     if tensor.numel() == 0:
-        return tensor.to(dtype)
+        return
     low, high = torch.aminmax(tensor)
     limit = torch.finfo(dtype).max
     largest = max(abs(float(low)), abs(float(high)))
@@ -184,9 +192,6 @@ def cast_tensor(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Te
             found=f"{largest:g}",
             next_step="convert to bfloat16 or float32" if finite else "the weights are damaged: fetch them again",
         )
-    if {tensor.dtype, dtype} == {torch.float16, torch.bfloat16}:
-        return tensor.float().to(dtype)  # the same values; by way of float32 is the faster way
-    return tensor.to(dtype)
 
 
 def cut_piece(target: torch.Tensor, planned: PlannedTensor, piece: Piece) -> torch.Tensor:
@@ -233,7 +238,7 @@ def join_pieces(planned: PlannedTensor, parts: Sequence[torch.Tensor]) -> torch.
     first = parts[0]
     if planned.shard.first_rank_only and any(bool(part.any()) for part in parts[1:]):
         raise ConversionError(f"{planned.target} should be zero on every rank but the first: the ranks are summed")
-    if planned.shard.dim is None or len(parts) == 1:
+    if planned.shard.dim is None or not planned.pieces[0].slices:  # the same on all ranks
         if not planned.shard.first_rank_only and any(not torch.equal(first, part) for part in parts[1:]):
             raise ConversionError(f"ranks hold different copies of {planned.target}")
         return first[: first.shape[0] - planned.padded_rows] if planned.padded_rows else first

@@ -17,7 +17,7 @@ from porting_kit.architectures.rules import COLUMN, REPLICATED, VOCABULARY
 from porting_kit.conversion.config_fields import FieldRow, list_head_rows
 from porting_kit.conversion.plan import CHECKPOINT_DTYPES
 from porting_kit.conversion.planned import ConversionPlan, Piece, PlannedTensor
-from porting_kit.conversion.sharding import cut_pieces
+from porting_kit.conversion.sharding import cut_head_pieces
 from porting_kit.conversion.tensor_source import TensorSource
 from porting_kit.conversion.weight_files import TensorEntry, read_header
 from porting_kit.errors import CheckpointError
@@ -131,26 +131,28 @@ def plan_joining(base: CheckpointBase, source: TensorSource, heads: HeadSet) -> 
     padded = -(-base.vocab_size // tp_size) * tp_size
     last = range((pp_size - 1) * tp_size, pp_size * tp_size)
     _check_output(base, source, last, padded // tp_size)
-    tensors = [_copy(name, name.partition("/")[2], source, name, "base") for name in source.names()]
+    tensors = []
+    for name in source.names():
+        rank, _, own = name.partition("/")
+        tensors.append(_copy(name, own, source, name, "base", int(rank.removeprefix("rank"))))
     for name in heads.origins:
         is_output = name.endswith(OUTPUT)
         shard, shape = (VOCABULARY if is_output else COLUMN), heads.shape(name)
         rows = padded - shape[0] if is_output else 0
         whole: Shape = (shape[0] + rows, *shape[1:])
-        pieces = cut_pieces(name, pp_size - 1, whole, shard, {}, tp_size)
+        pieces = cut_head_pieces(name, whole, shard, tp_size, pp_size)
         tensors.append(PlannedTensor(name, (name,), "heads", (), 1, whole, shard, base.dtype, pieces, rows))
     if not heads.own_output:
         for head in range(heads.num_heads):
-            target = f"medusa_heads.{head}.{OUTPUT}"
-            tensors += [
-                _copy(f"rank{rank}/{target}", target, source, f"rank{rank}/{OUTPUT}", "copied") for rank in last
-            ]
+            name = f"medusa_heads.{head}.{OUTPUT}"
+            for rank in range(tp_size * pp_size):
+                output = f"rank{last[rank % tp_size]}/{OUTPUT}"
+                tensors.append(_copy(f"rank{rank}/{name}", name, source, output, "copied", rank))
     return ConversionPlan(base, tuple(tensors), {}, {}, padded, tp_size, pp_size, base.dtype)
 
 
-def _copy(target: str, name: str, source: TensorSource, origin: str, kind: str) -> PlannedTensor:
-    """One rank's tensor as it is, under its own or another name."""
-    rank = int(origin.partition("/")[0].removeprefix("rank"))
+def _copy(target: str, name: str, source: TensorSource, origin: str, kind: str, rank: int) -> PlannedTensor:
+    """A tensor of a rank file as it is, under its own name or another, for one rank."""
     shape, dtype = source.shape(origin), source.dtype(origin)
     return PlannedTensor(target, (origin,), kind, (), 1, shape, REPLICATED, dtype, (Piece(rank, name, shape),))
 

@@ -84,3 +84,12 @@ def cut_pieces(name: str, stage: int, shape: Shape, shard: Shard, dims: Dims, tp
         zero = shard.first_rank_only and tp_rank > 0
         pieces.append(Piece(stage * tp_size + tp_rank, name, tuple(part), slices, zero))
     return tuple(pieces)
+
+
+def cut_head_pieces(name: str, shape: Shape, shard: Shard, tp_size: int, pp_size: int) -> tuple[Piece, ...]:
+    """Every rank's part of a Medusa head's tensor, on every pipeline stage.
+
+    Only the last stage computes with the heads, but the runtime's class makes them on all, and loading asks for all of
+    its parameters (tensorrt_llm/models/medusa/model.py, 0.13.0.dev2024090300).
+    """
+    return tuple(piece for stage in range(pp_size) for piece in cut_pieces(name, stage, shape, shard, {}, tp_size))

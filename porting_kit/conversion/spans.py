@@ -6,7 +6,9 @@ handed out in the order in which their values lie in the source files, which rea
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from porting_kit.architectures.operations import Operation
-from porting_kit.conversion.apply import FORWARD, build_target, cast_tensor, cut_piece
+from porting_kit.conversion.apply import FORWARD, build_target, cast_tensor, check_values, cut_piece
 from porting_kit.conversion.planned import ConversionPlan, PlannedTensor, plan_scalars, read_source
 from porting_kit.conversion.row_map import PieceRows, RowMap, map_rows
 from porting_kit.conversion.tensor_source import TensorSource
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 
 SPAN_BYTES = 4 << 20
 """Target bytes of one span: small enough for a processor's cache, large enough that Python's share is small."""
+BLOCK_VALUES = 1 << 19
+"""Values that are moved at a time: with their copies they stay in a processor's second-level cache."""
+SCRATCH_BYTES = 6 * 4 * BLOCK_VALUES
+"""What one worker keeps for blocks, at most: the largest uses together in float32."""
 WHOLE_COPIES = 3
 """Copies of a target that are in memory while it is made whole: joined, cast, cut."""
 
@@ -59,12 +65,12 @@ class Span:
             return self.planned.num_bytes
         return (self.stop - self.start) * self.rows.width * ITEM_BYTES[self.planned.dtype]
 
-    def placements(self) -> Iterator[tuple[PieceRows, int, int, int]]:
-        """Where a mapped span's rows go: (a rank's share, first row and one past the last, byte in the rank's part)."""
+    def placements(self, start: int, stop: int) -> Iterator[tuple[PieceRows, int, int, int]]:
+        """Where target rows [start, stop) go: (a rank's share, first row and one past the last, byte in its part)."""
         item = ITEM_BYTES[self.planned.dtype]
         for share in self.rows.pieces:
             for first, count, local in share.runs:
-                low, high = max(first, self.start), min(first + count, self.stop)
+                low, high = max(first, start), min(first + count, stop)
                 if low < high:
                     yield share, low, high, (local + low - first) * share.width * item
 
@@ -75,7 +81,7 @@ class Span:
             for piece in self.planned.pieces:
                 yield piece.rank, piece.name, math.prod(piece.shape) * item
             return
-        for share, low, high, _ in self.placements():
+        for share, low, high, _ in self.placements(self.start, self.stop):
             yield share.piece.rank, share.piece.name, (high - low) * share.width * item
 
 
@@ -85,6 +91,7 @@ class SpanMaker:
     def __init__(self, plan: ConversionPlan, source: TensorSource, heads: HeadSet | None) -> None:
         self.plan, self.source, self.heads = plan, source, heads
         self.scalars = plan_scalars(plan)
+        self._local = threading.local()
 
     def cut(self) -> list[Span]:
         """All spans, in the order of the source files."""
@@ -115,8 +122,7 @@ class SpanMaker:
             source, name = places[max(run.source, 0)]
             file, offset = source.place(name)
             offset += run.first * rows.width * ITEM_BYTES[source.dtype(name)]
-            memory = 4 * (stop - start) * rows.width * 4
-            spans.append(Span(number + len(spans), planned, rows, start, stop, memory, (file, offset)))
+            spans.append(Span(number + len(spans), planned, rows, start, stop, SCRATCH_BYTES, (file, offset)))
         return spans
 
     def _locate(self, planned: PlannedTensor, name: str) -> tuple[TensorSource | None, str]:
@@ -135,33 +141,73 @@ class SpanMaker:
         if span.rows is None:
             self._write_whole(span.planned, write)
             return
-        planned, rows = span.planned, span.rows
-        places = [self._locate(planned, name) for name in planned.sources]
-        parts = []
-        for run in rows.find_runs(span.start, span.stop):
-            source, name = places[run.source]
-            parts.append(
-                source.read_rows(name, run.first, run.first + run.count, rows.width)
-                if run.source >= 0
-                else torch.zeros(run.count, rows.width, dtype=getattr(torch, places[0][0].dtype(places[0][1])))
-            )
-        block = parts[0] if len(parts) == 1 else torch.cat(parts)
-        block = self._change(block, rows.arithmetic)
-        block = cast_tensor(block, getattr(torch, planned.dtype), planned.target)
-        for share, low, high, place in span.placements():
-            values = block[low - span.start : high - span.start]
-            if share.columns:
-                cut = [values[:, first:last] for first, last in share.columns]
-                values = cut[0] if len(cut) == 1 else torch.cat(cut, 1)
-            if share.piece.zero:
-                values = torch.zeros_like(values)
-            write(share.piece.rank, share.piece.name, place, values)
-        del parts, block
+        rows = span.rows
+        places = [self._locate(span.planned, name) for name in span.planned.sources]
+        step = max(BLOCK_VALUES // max(rows.width, 1), 1)
+        for start in range(span.start, span.stop, step):
+            self._write_block(span, places, start, min(start + step, span.stop), write)
         for run in rows.find_runs(span.start, span.stop):
             if run.source >= 0:
                 source, name = places[run.source]
                 row_bytes = rows.width * ITEM_BYTES[source.dtype(name)]
                 source.release(name, run.first * row_bytes, (run.first + run.count) * row_bytes)
+
+    def _write_block(
+        self, span: Span, places: Sequence[tuple[TensorSource | None, str]], start: int, stop: int, write: Write
+    ) -> None:
+        """Rows [start, stop) of a span: few enough to stay in the processor's cache on their way."""
+        rows, dtype = span.rows, getattr(torch, span.planned.dtype)
+        parts = []
+        for run in rows.find_runs(start, stop):
+            source, name = places[max(run.source, 0)]
+            if run.source >= 0:
+                parts.append(source.read_rows(name, run.first, run.first + run.count, rows.width))
+            else:
+                parts.append(torch.zeros(run.count, rows.width, dtype=getattr(torch, source.dtype(name))))
+        block = parts[0] if len(parts) == 1 else self._join(parts)
+        if rows.arithmetic:
+            block = cast_tensor(self._change(block, rows.arithmetic), dtype, span.planned.target)
+        else:
+            check_values(block, dtype, span.planned.target)
+            block = self._cast(block, dtype)
+        for share, low, high, place in span.placements(start, stop):
+            values = block[low - start : high - start]
+            if share.columns:
+                values = self._take_columns(values, share)
+            write(share.piece.rank, share.piece.name, place, torch.zeros_like(values) if share.piece.zero else values)
+
+    def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Runs of rows one after the other, in scratch memory."""
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        joined, first = self._scratch("joined", dtype, sum(part.numel() for part in parts)), 0
+        for part in parts:
+            joined[first : first + part.numel()].copy_(part.reshape(-1))
+            first += part.numel()
+        return joined.reshape(-1, parts[0].shape[1])
+
+    def _cast(self, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The block in another dtype, in scratch memory; between 16-bit types by way of float32, which is faster."""
+        if block.dtype == dtype:
+            return block
+        if {block.dtype, dtype} == {torch.float16, torch.bfloat16}:
+            block = self._scratch("wide", torch.float32, block.numel()).reshape(block.shape).copy_(block)
+        return self._scratch("cast", dtype, block.numel()).reshape(block.shape).copy_(block)
+
+    def _take_columns(self, block: torch.Tensor, share: PieceRows) -> torch.Tensor:
+        """One rank's columns side by side, in scratch memory."""
+        taken = self._scratch("columns", block.dtype, len(block) * share.width).reshape(len(block), share.width)
+        first = 0
+        for start, stop in share.columns:
+            taken[:, first : first + stop - start].copy_(block[:, start:stop])
+            first += stop - start
+        return taken
+
+    def _scratch(self, use: str, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """Memory of this thread for one use, kept from block to block: fresh pages cost more than the work on them."""
+        kept = self._local.__dict__.setdefault((use, dtype), None)
+        if kept is None or kept.numel() < count:
+            kept = self._local.__dict__[use, dtype] = torch.empty(max(count, BLOCK_VALUES), dtype=dtype)
+        return kept[:count]
 
     def _change(self, block: torch.Tensor, arithmetic: Sequence[Operation]) -> torch.Tensor:
         for operation in arithmetic:

@@ -93,7 +93,7 @@ def launch_ranks(run: PortRun) -> AlignmentResult:
             raise EmulatorError(
                 "a rank's process died",
                 expected=f"{ranks} processes that end with a result",
-                found="\n".join(done.stderr.splitlines()[-15:]) or f"exit code {done.returncode}",
+                found=_last_words(done.stderr) or f"exit code {done.returncode}",
                 next_step="run one of them alone to see more: torchrun --nproc-per-node "
                 f"{ranks} -m porting_kit align PORT.yaml",
             )
@@ -102,6 +102,14 @@ def launch_ranks(run: PortRun) -> AlignmentResult:
     if kind == "error":
         raise _rebuild_error(*content)
     return content
+
+
+def _last_words(stderr: str) -> str:
+    """The last lines of the first traceback: torchrun's own summary after it says only that a process died."""
+    before, found, rest = stderr.partition("Traceback (most recent call last)")
+    lines = rest.splitlines() if found else before.splitlines()
+    end = next((k for k, line in enumerate(lines[1:], 1) if line and not line.startswith(" ")), len(lines) - 1)
+    return "\n".join(lines[max(end - 4, 0) : end + 1])
 
 
 def describe_error(error: PortingKitError) -> tuple[str, dict[str, Any]]:

@@ -253,6 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--size", choices=["full", "7b"], default="full", help="4 GB, or the 13 GB of a LLaMA 7B")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--source", help="TensorRT-LLM tree whose own converter runs on the same source")
+    parser.add_argument("--kills", type=int, help="how many conversions to kill and go on with; 20, or 1 if quick")
     parser.add_argument("--folder", type=Path, help="where to work: on the disk to be measured")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -268,7 +269,8 @@ def main(arguments: list[str] | None = None) -> int:
     rounds = {"quick": 2, "7b": 1}.get(size, 3)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         document = measure(Path(folder), size=size, source=options.source, rounds=rounds)
-    document["interruption"] = measure_kills(1 if options.quick else 20)
+    kills = options.kills if options.kills is not None else (1 if options.quick else 20)
+    document["interruption"] = measure_kills(kills)
     if options.json:
         print(json.dumps(document, indent=2))
         return 0

@@ -74,7 +74,7 @@ def test_a_changed_file_does_not_lead_back(name: str, change, tmp_path: Path) ->
 
 
 def test_pipeline_ranks_hold_their_own_layers(tmp_path: Path) -> None:
-    """Layers are counted from 0 on every pipeline rank; embedding on the first, norm, output and heads on the last."""
+    """Layers are counted from 0 on every pipeline rank; embedding on the first, norm and output on the last."""
     tensors = write_model(tmp_path / "base", raw_config("qwen2"))
     save_file(head_tensors(1), tmp_path / "medusa_lm_head.safetensors")
     outcome = convert_checkpoint(
@@ -85,7 +85,11 @@ def test_pipeline_ranks_hold_their_own_layers(tmp_path: Path) -> None:
     assert "transformer.vocab_embedding.weight" in stored[0]
     assert "transformer.vocab_embedding.weight" not in stored[2]
     assert {"lm_head.weight", "transformer.ln_f.weight", "medusa_heads.0.lm_head.weight"} <= set(stored[3])
-    assert not {"lm_head.weight", "medusa_heads.0.lm_head.weight"} & set(stored[1])
+    assert "lm_head.weight" not in stored[1]
+    heads = [{name: part[name] for name in part if name.startswith("medusa_heads")} for part in stored]
+    assert all(heads), "the runtime's class makes the heads on every stage and asks for their weights"
+    for stage, last in ((0, 2), (1, 3)):
+        assert all(torch.equal(heads[stage][name], heads[last][name]) for name in heads[last])
     norms = [part["transformer.layers.0.input_layernorm.weight"] for part in stored]
     assert torch.equal(norms[0], tensors["model.layers.0.input_layernorm.weight"])
     assert torch.equal(norms[3], tensors["model.layers.1.input_layernorm.weight"])
