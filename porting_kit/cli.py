@@ -233,6 +233,9 @@ def coverage(
     arch: Annotated[
         list[str] | None, typer.Option("--arch", help="Only this architecture of the tree; may be given again.")
     ] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float32, or float16 or bfloat16 within four times the measured rounding.")
+    ] = "float32",
     as_json: AsJson = False,
 ) -> None:
     """Patch, run and compare every decoder of a tree with Hugging Face. Runs the tree's code: trust it."""
@@ -241,7 +244,9 @@ def coverage(
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    _report(lambda: check_coverage(source, architectures=arch or (), progress=say), format_coverage, as_json)
+    _report(
+        lambda: check_coverage(source, architectures=arch or (), dtype=dtype, progress=say), format_coverage, as_json
+    )
 
 
 @app.command()
@@ -260,15 +265,34 @@ def quantised(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A quantised TensorRT-LLM checkpoint.")],
     base: Annotated[Path | None, typer.Option("--base", help="The Hugging Face base, to compare weights with.")] = None,
     heads: Annotated[Path | None, typer.Option("--heads", help="Medusa heads to add in 16 bit.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Where the checkpoint with heads goes.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where the checkpoint with heads goes; the run folder with --port.")
+    ] = None,
     dequantised: Annotated[
         Path | None, typer.Option("--dequantised", help="Where the 16-bit twin for the emulator goes.")
     ] = None,
     max_draft_len: Annotated[int, typer.Option("--max-draft-len", min=1, help="Draft tokens of the tree.")] = 63,
+    port: Annotated[
+        Path | None, typer.Option("--port", help="Align it as this port: Medusa on its 16-bit twin, against the base.")
+    ] = None,
+    parameter: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Check an FP8, INT8 or INT4 checkpoint against its config and its base; add heads in 16 bit."""
     from porting_kit.steps.quantised import check_quantised, format_quantised
+
+    if port is not None:
+        from porting_kit.steps.align import format_alignment
+        from porting_kit.steps.context import open_port_run
+        from porting_kit.steps.quantised_alignment import align_quantised
+
+        _report(
+            lambda: align_quantised(
+                open_port_run(port, run_folder=out, overrides=parse_overrides(parameter)), checkpoint
+            ),
+            format_alignment,
+            as_json,
+        )
 
     def call() -> Any:
         return check_quantised(

@@ -50,7 +50,13 @@ def write_pbtxt(settings: Mapping[str, str]) -> str:
 
 
 def write_llm_snippet(
-    release: str, choices: Sequence[Sequence[int]], *, num_heads: int, max_draft_len: int, engine_dir: str
+    release: str,
+    choices: Sequence[Sequence[int]],
+    *,
+    num_heads: int,
+    max_draft_len: int,
+    engine_dir: str,
+    tokenizer_dir: str = "tokenizer",
 ) -> str | None:
     """A Python script that serves the engine through the LLM API; None for a release whose LLM takes no tree.
 
@@ -71,7 +77,8 @@ def write_llm_snippet(
         f"    num_medusa_heads={num_heads},\n{limit}"
         f"    medusa_choices={tree},\n"
         ")\n"
-        f'llm = LLM(model="{engine_dir}", speculative_config=medusa)\n'
+        "# An engine folder brings no tokenizer: name the base's own folder.\n"
+        f'llm = LLM(model="{engine_dir}", tokenizer="{tokenizer_dir}", speculative_config=medusa)\n'
         "# top_k 1 is greedy: Medusa verifies one greedy sequence.\n"
         "params = SamplingParams(max_tokens=64, top_k=1)\n"
         'for answer in llm.generate(["The sea"], params):\n'

@@ -78,6 +78,7 @@ def write_serving(run: PortRun, *, engine_dir: Path | None = None, check: Sequen
         num_heads=engine.num_medusa_heads,
         max_draft_len=engine.max_draft_len,
         engine_dir=place,
+        tokenizer_dir=str(run.port.base_path) if is_built else "tokenizer",
     )
     write_text(run.folder.engine / FOLDER / PBTXT_FILE, write_pbtxt(settings))
     if snippet is not None:

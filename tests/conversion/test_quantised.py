@@ -138,6 +138,8 @@ class TestEachAlgorithm:
         assert wrong == [LAYER]
 
     def test_the_16_bit_twin_runs_and_stays_near_the_base(self, plain, tmp_path, algorithm):
+        if algorithm in ("W8A16", "W4A8_AWQ"):
+            pytest.skip("dequantised as its neighbour is; its weights are compared above")
         twin = write_dequantised(quantise(plain, tmp_path / "q", algorithm), tmp_path / "twin", dtype="float32")
         ours, theirs = (logits(folder) for folder in (twin, plain))
         error = ((ours - theirs).abs().amax(-1) / theirs.abs().amax(-1)).max()

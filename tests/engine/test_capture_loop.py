@@ -139,8 +139,8 @@ def open_captured(root, file, **overrides):
 def healthy(built, tmp_path_factory):
     """The file a healthy engine leaves."""
     file = tmp_path_factory.mktemp("captured") / "captured.npz"
-    done = capture_as_user(built, file, "--logits")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = capture(built, file, "--logits")
+    assert done.returncode == 0, done.stderr
     return file
 
 
@@ -182,7 +182,13 @@ def test_without_logits_the_kernels_arithmetic_is_not_covered(built, healthy, tm
     assert Coverage.ENGINE in result.outcome.covered
 
 
-@pytest.mark.parametrize(("fault", "cause"), [("alibi", "alibi_dropped_in_generation"), ("causal mask", "mask_causal")])
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("alibi", "alibi_dropped_in_generation"),
+        pytest.param("causal mask", "mask_causal", marks=pytest.mark.slow),
+    ],
+)
 def test_a_fault_of_the_engine_is_named(built, tmp_path, fault, cause):
     assert capture(built, tmp_path / "captured.npz", "--logits", fault=fault).returncode == 0
     result = align_port(open_captured(built, tmp_path / "captured.npz"))
@@ -206,7 +212,9 @@ def test_a_run_that_fails_with_a_second_sequence_is_explained(built, tmp_path):
     assert "illegal memory access" in result.outcome.summary
 
 
-@pytest.mark.parametrize(("fault", "run"), [("refuse", capture), ("abort", capture_as_user)])
+@pytest.mark.parametrize(
+    ("fault", "run"), [("refuse", capture), pytest.param("abort", capture_as_user, marks=pytest.mark.slow)]
+)
 def test_a_refusal_of_the_kernels_comes_back_as_one(built, tmp_path, fault, run):
     done = run(built, tmp_path / "captured.npz", fault=fault)
     found = read_capture_file(tmp_path / "captured.npz")
@@ -244,6 +252,16 @@ def test_each_release_is_run_by_its_own_api(built, tmp_path, release, api):
     assert all(len(rows[0]) >= 1 for run in found.runs for rows in run.tokens)
 
 
+@pytest.mark.slow
+def test_the_script_as_a_user_starts_it_leaves_the_same_file_and_a_log(built, healthy, tmp_path):
+    done = capture_as_user(built, tmp_path / "captured.npz", "--logits")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "runs with ModelRunnerCpp, 0 failed" in (tmp_path / "captured.log").read_text()
+    ours, theirs = (read_capture_file(file) for file in (tmp_path / "captured.npz", healthy))
+    assert [run.tokens for run in ours.runs] == [run.tokens for run in theirs.runs]
+
+
+@pytest.mark.slow
 def test_an_engine_of_the_base_is_compared_too(built, tmp_path):
     base = tmp_path / "base_engine"
     shutil.copytree(built / "run" / "engine" / "trtllm", base)

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from porting_kit.engine import capture_evidence
 from porting_kit.engine.command import CommandPlan, PlannedFlag
 from porting_kit.engine.record import (
     check_engine,
@@ -197,3 +198,12 @@ class TestSamePort:
         (recorded / "rank0.engine").write_bytes(b"")
         with pytest.raises(CheckpointError, match="empty"):
             read_record(recorded)
+
+    def test_the_capture_script_refuses_another_card(self, recorded, monkeypatch):
+        record = read_record(recorded) | {"card": CARD}
+        (recorded / "porting_record.json").write_text(json.dumps(record))
+        request = {"medusa_choices": CHOICES, "checkpoint": record["checkpoint"]}
+        monkeypatch.setattr(capture_evidence, "current_card", lambda: CARD)
+        assert capture_evidence.check_record(recorded, request) is None
+        monkeypatch.setattr(capture_evidence, "current_card", lambda: {"name": "A100", "compute_capability": "8.0"})
+        assert "build it on this card" in capture_evidence.check_record(recorded, request)

@@ -154,6 +154,7 @@ def test_the_llm_snippet_is_python_for_its_release(release):
     assert ("_tensorrt_engine" in text) == (release == "1.2.1")
     assert ("max_draft_len" in text) == (not release.startswith("0.16"))
     assert "[[0], [0, 0], [1]]" in text
+    assert 'tokenizer="tokenizer"' in text
 
 
 def test_releases_whose_llm_takes_no_tree_have_no_snippet():

@@ -1,0 +1,54 @@
+"""A quantised checkpoint is aligned on its 16-bit twin: Medusa must be right, the distance to the base bounded."""
+
+import json
+
+import pytest
+
+from porting_kit.errors import CheckpointError
+from porting_kit.outcomes import Verdict
+from porting_kit.steps import quantised_alignment
+from porting_kit.steps.context import open_port_run
+from porting_kit.steps.quantised_alignment import align_quantised
+from tests.cli.conftest import PortFolder, port, pristine_port  # noqa: F401 (fixtures)
+from tests.conversion.test_quantised import edit, quantise
+
+# A random model has flat logits, so its own best tokens move more than a trained one's.
+WIDE = {"near_tie_agreement": 0.5, "largest_margin": 2.0, "mean_divergence": 0.1, "largest_divergence": 1.0}
+LAYER = "transformer.layers.1.mlp.proj"
+
+
+@pytest.fixture
+def case(port: PortFolder, tmp_path, monkeypatch):  # noqa: F811
+    """A run, and its base as an FP8 checkpoint."""
+    from porting_kit.conversion.convert import convert_checkpoint
+
+    monkeypatch.setattr(quantised_alignment, "DISTANCE_BOUNDS", {8: WIDE, 4: WIDE})
+    run = open_port_run(port.file, run_folder=tmp_path / "run")
+    convert_checkpoint(port.base, tmp_path / "plain", dtype="float32")
+    return run, quantise(tmp_path / "plain", tmp_path / "fp8", "FP8")
+
+
+def test_medusa_on_an_fp8_base_is_right_and_called_approximate(case):
+    run, checkpoint = case
+    result = align_quantised(run, checkpoint)
+    passed = {gate.name for gate in result.alignment.gates if gate.passed}
+    assert result.outcome.verdict is Verdict.PASS, result.outcome.summary
+    assert passed >= {"tokens", "medusa equals greedy", "batches", "repeat", "heads", "fit"}
+    assert result.alignment.approximate_fit.notes == ("weights in FP8",)
+    assert (run.folder.root / "quantised_alignment.json").is_file()
+    assert not list(run.folder.root.glob("tmp*"))
+
+
+def test_a_scale_of_another_layer_fails_the_distance(case):
+    run, checkpoint = case
+    edit(checkpoint, lambda tensors: tensors[f"{LAYER}.weights_scaling_factor"].mul_(4))
+    result = align_quantised(run, checkpoint)
+    assert (result.outcome.verdict, result.outcome.failing_gate) == (Verdict.FAIL, "fit")
+
+
+def test_a_checkpoint_of_another_base_is_refused(case):
+    run, checkpoint = case
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"vocab_size": 128}))
+    with pytest.raises(CheckpointError, match="another base: vocab_size"):
+        align_quantised(run, checkpoint)
