@@ -57,7 +57,8 @@ class HeadReading:
 
     Args:
         head: counted from 0.
-        verdict: `fits`, `random`, `untrained`, `foreign`, `shifted` or `wrong activation`.
+        verdict: `fits`, `random`, `untrained`, `foreign`, `shifted`, `wrong activation`, or `undecided`: better than
+            chance, on too few positions to say so.
         top1, top5: agreement with the token that the head should name.
         chance1, chance5: agreement of the tokens that are most frequent there, always named.
         positions: how many were asked.
@@ -96,8 +97,9 @@ class HeadFit:
 
     @property
     def fits(self) -> bool:
-        """Whether every head fits."""
-        return all(reading.verdict == "fits" for reading in self.readings)
+        """Whether the first head fits and no other one is wrong."""
+        verdicts = [reading.verdict for reading in self.readings]
+        return verdicts[0] == "fits" and set(verdicts) <= {"fits", "undecided"}
 
     def as_dict(self) -> dict[str, object]:
         """Figures, without the ranks."""
@@ -241,6 +243,8 @@ def _judge(
         where = "the base's own next token" if offset == 0 else f"the token that head {offset - 1} should name"
         verdict = "shifted"
         sentence = f"{percent}; it names {where} in {asked.by_offset[offset]:.1%}: the heads are out of order"
+    elif chance1 + MARGIN < top1 <= bound:
+        verdict, sentence = "undecided", f"{percent}: too few different tokens to tell, ask at more positions"
     elif top1 <= bound and is_noise:
         verdict, sentence = "random", f"{percent}, and its layers look like random numbers: it was never trained"
     elif top1 <= bound:

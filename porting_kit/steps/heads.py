@@ -104,7 +104,7 @@ def check_port_heads(
         source = data.name
     said = continue_greedily(reference.model, asked, new_tokens=new_tokens, batch_rows=64, report=say)
     fit = read_fit(heads, said, reference.model.get_output_embeddings())
-    failing = [reading for reading in fit.readings if reading.verdict != "fits"]
+    failing = [] if fit.fits else [reading for reading in fit.readings if reading.verdict != "fits"]
     warnings = heads.warnings + heads.compare_base(base)
     sentence = "; ".join(reading.sentence for reading in failing or fit.readings)
     outcome = StepOutcome(

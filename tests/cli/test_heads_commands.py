@@ -1,0 +1,189 @@
+"""`porting-kit heads`: train, check, tree and export over a small port, resumed, interrupted, and given bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from porting_kit.cli import app
+from porting_kit.conversion.heads import read_head_set
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "notebooks" / "ports" / "bloom-mini"
+SETTINGS = ["--prompts", "24", "--new-tokens", "12", "--steps", "12", "--prompt-tokens", "8", "--batch-positions", "64"]
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory) -> Path:
+    """The demo's base and heads, with a text beside them."""
+    folder = tmp_path_factory.mktemp("port")
+    document = {"name": "small", "base": str(DEMO / "base"), "heads": str(DEMO / "heads"), "dtype": "float16"}
+    document["alignment"] = {"prompts": ["Return a list of", "The value of the argument is"], "new_tokens": 16}
+    (folder / "port.yaml").write_text(yaml.safe_dump(document))
+    words = [
+        "a",
+        "function",
+        "returns",
+        "the",
+        "value",
+        "of",
+        "its",
+        "argument",
+        "when",
+        "the",
+        "list",
+        "is",
+        "empty",
+        "and",
+        "raises",
+        "an",
+        "error",
+    ]
+    texts = [" ".join(words[(3 * i + j * j) % len(words)] for j in range(24)) for i in range(12)]
+    (folder / "text.txt").write_text("\n\n".join(texts))
+    return folder
+
+
+def call(port: Path, *arguments: str):
+    result = CliRunner().invoke(app, ["heads", arguments[0], str(port / "port.yaml"), *arguments[1:]])
+    return result
+
+
+def run(port: Path, *arguments: str) -> dict:
+    result = call(port, *arguments, "--run-folder", str(port / "run"), "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+def test_training_writes_heads_a_card_and_a_tree(port: Path, variant: str):
+    out = port / f"heads-{variant}"
+    found = run(port, "train", "--data", str(port / "text.txt"), "--out", str(out), "--variant", variant, *SETTINGS)
+    card = json.loads((out / "card.json").read_text())
+    assert len(card["data"]["sha256"]) == len(card["base_files"]) == 64
+    assert card["settings"]["seed"] == 0
+    assert card["settings"]["steps"] == 12
+    assert len(card["accuracy"]) == 4
+    assert card["accuracy"][0]["top1"] == found["accuracy"][0]["top1"]
+    heads = read_head_set(out)
+    assert (heads.num_heads, heads.layout, heads.own_output) == (4, "original", variant == "v1")
+    assert json.loads((out / "tree.json").read_text())
+    assert not list((port / "run" / "heads").glob("training-*.pt"))
+
+
+def test_an_interrupted_training_goes_on(port: Path, tmp_path: Path):
+    """The process is interrupted in the middle; the same command ends it, and the heads are those of a whole run."""
+    import signal
+
+    arguments = ["train", str(port / "port.yaml"), "--data", str(port / "text.txt"), *SETTINGS, "--steps", "200"]
+
+    def start(name: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "porting_kit", "heads", *arguments, "--out", str(tmp_path / name)]
+        command += ["--run-folder", str(tmp_path / f"run-{name}")]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT)
+
+    broken = start("resumed")
+    for line in broken.stderr:
+        if line.startswith("step 20/"):
+            broken.send_signal(signal.SIGINT)
+            break
+    broken.stderr.read()
+    assert broken.wait() == 130
+    assert not (tmp_path / "resumed").exists()
+    assert len(list((tmp_path / "run-resumed" / "heads").glob("training-*.pt"))) == 1
+    again = start("resumed")
+    assert "continuing from step" in again.communicate()[1]
+    assert again.returncode == 0
+    whole = start("whole")
+    whole.communicate()
+    assert whole.returncode == 0
+    first, second = (load_file(tmp_path / name / "medusa_lm_head.safetensors") for name in ("resumed", "whole"))
+    for name, tensor in first.items():
+        torch.testing.assert_close(tensor, second[name])
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_heads(port: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "porting_kit", "heads"]
+    command += ["train", str(port / "port.yaml"), "--data", str(port / "text.txt"), *SETTINGS]
+    command += ["--out", str(tmp_path / "heads"), "--run-folder", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    card = json.loads((tmp_path / "heads" / "card.json").read_text())
+    assert card["processes"] == 2
+    assert read_head_set(tmp_path / "heads").num_heads == 4
+
+
+def test_a_check_and_a_tree_of_the_demo(port: Path):
+    found = run(port, "check", "--new-tokens", "24")
+    assert found["verdict"] == "pass"
+    assert found["heads"][0]["verdict"] == "fits"
+    assert {head["verdict"] for head in found["heads"]} <= {"fits", "undecided"}  # two prompts are few
+    costs = port / "costs.json"
+    costs.write_text(json.dumps({"1": 10, "8": 11, "64": 19, "512": 100}))
+    small = run(port, "tree", "--new-tokens", "24", "--costs", str(costs), "--batch", "8")
+    large = run(port, "tree", "--new-tokens", "24", "--costs", str(costs))
+    assert small["chosen"]["nodes"] <= large["chosen"]["nodes"] <= 64
+    assert large["rows"][-1]["nodes"] == 64  # the stock tree
+    assert json.loads((port / "run" / "heads" / "tree.json").read_text()) == large["chosen"]["choices"]
+    assert "expected gain" in large["summary"]
+
+
+def test_random_heads_fail_the_check(port: Path, tmp_path: Path):
+    torch.manual_seed(0)
+    shapes = {name: tensor.shape for name, tensor in load_file(DEMO / "heads" / "medusa_lm_head.safetensors").items()}
+    save_file({name: torch.randn(shape) / 4 for name, shape in shapes.items()}, tmp_path / "heads.safetensors")
+    arguments = ("-p", f"heads={tmp_path / 'heads.safetensors'}", "--run-folder", str(tmp_path / "run"), "--json")
+    result = call(port, "check", "--new-tokens", "24", *arguments)
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert {head["verdict"] for head in found["heads"]} == {"random"}
+    assert found["failing_gate"] == "heads: random"
+
+
+def test_an_export_is_written_once(port: Path, tmp_path: Path):
+    out = tmp_path / "vllm"
+    found = run(port, "export", "--layout", "vllm", "--out", str(out))
+    assert read_head_set(out).layout == "vLLM"
+    assert found["file"].endswith(".safetensors")
+    again = call(port, "export", "--layout", "vllm", "--out", str(out), "--run-folder", str(port / "run"))
+    assert again.exit_code == 2
+    assert "occupied" in again.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("train", "--data", "missing.txt"), "the text cannot be read"),
+        (("train", "--data", "{short}"), "shorter than one window"),
+        (("train", "--data", "{text}", "--steps", "0"), "training settings cannot be used"),
+        (("train", "--data", "{text}", "--variant", "v3"), "do not exist"),
+        (("train", "--data", "{text}", "--out", "{occupied}"), "did not write"),
+        (("export", "--layout", "vlm", "--out", "{new}"), "did you mean 'vllm'"),
+        (("tree", "--max-nodes", "65"), "limits leave no tree"),
+        (("tree", "--costs", "missing.json"), "step costs cannot be read"),
+        (("check", "--data", "missing.txt"), "the text cannot be read"),
+        (("check", "-p", "heads=nowhere"), "do not exist"),
+    ],
+)
+def test_bad_input_is_refused(port: Path, tmp_path: Path, arguments: tuple[str, ...], said: str):
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "occupied").mkdir()
+    (tmp_path / "occupied" / "mine.txt").write_text("x")
+    names = {"short": tmp_path / "short.txt", "text": port / "text.txt", "occupied": tmp_path / "occupied"}
+    filled = [argument.format(**names, new=tmp_path / "new") for argument in arguments]
+    settings = [*SETTINGS] if filled[0] == "train" else []
+    result = call(port, filled[0], *settings, *filled[1:], "--run-folder", str(tmp_path / "run"))
+    assert result.exit_code == 2, result.output
+    assert said in result.output
+    assert not (tmp_path / "new").exists()
