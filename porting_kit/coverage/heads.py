@@ -90,6 +90,6 @@ def head_logits(tensors: dict[str, Any], hidden_states: Any) -> Any:
     for head in range(NUM_HEADS):
         name = f"medusa_heads.{head}.medusa_layers.0.linear"
         x = hidden_states
-        x = x + torch.nn.functional.silu(x @ tensors[f"{name}.weight"].T + tensors[f"{name}.bias"])
-        logits.append(x @ tensors[f"medusa_heads.{head}.lm_head.weight"].T)
+        x = x + torch.nn.functional.silu(x @ tensors[f"{name}.weight"].float().T + tensors[f"{name}.bias"].float())
+        logits.append(x @ tensors[f"medusa_heads.{head}.lm_head.weight"].float().T)
     return torch.stack(logits)

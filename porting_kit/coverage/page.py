@@ -48,6 +48,8 @@ def load_documents(files: Sequence[Path]) -> list[dict[str, Any]]:
             raise _not_a_document(file, f"{type(error).__name__}: {error}") from error
         if not complete:
             raise _not_a_document(file, "a document without rows, tree or date")
+        if document["figures"]["bound"] is None:
+            raise _not_a_document(file, f"rows in {document['figures']['dtype']}; the page shows float32")
         documents.append(document)
     return sorted(documents, key=lambda document: release_key(document["release"]) or (0, 0, 0, 0, 0))
 

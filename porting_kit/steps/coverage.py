@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from porting_kit.coverage.matrix import BOUND, cover_tree
+from porting_kit.coverage.matrix import cover_tree
 from porting_kit.coverage.origin import TreeOrigin, read_origin
 from porting_kit.coverage.planned import plan_rows
+from porting_kit.coverage.precision import BOUND, DTYPES
 from porting_kit.coverage.row import Row, count_rows
+from porting_kit.errors import PortFileError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.source_tree import open_source_tree
 
@@ -58,19 +60,27 @@ class CoverageResult:
 
 
 def check_coverage(
-    source: str | Path, *, architectures: Sequence[str] = (), progress: Callable[[str], None] | None = None
+    source: str | Path,
+    *,
+    architectures: Sequence[str] = (),
+    dtype: str = "float32",
+    progress: Callable[[str], None] | None = None,
 ) -> CoverageResult:
     """Patch, run and compare every decoder of a tree.
 
     Args:
         source: a checkout, a package folder, `installed` or `bundled`.
         architectures: names in the tree's MODEL_MAP; empty for all.
+        dtype: of the checkpoints: float32, float16 or bfloat16.
         progress: called with one line for each finished row.
 
     Raises:
         SourceTreeError: no usable tree there, or it has no architecture of that name.
         EnvironmentMissing: `installed`, and tensorrt_llm is not.
+        PortFileError: an unknown dtype.
     """
+    if dtype not in DTYPES:
+        raise PortFileError("unknown dtype", expected=f"one of {list(DTYPES)}", found=repr(dtype), where="--dtype")
     started = time.perf_counter()
     tree = open_source_tree(source)
     planned = plan_rows(tree, architectures)
@@ -79,14 +89,19 @@ def check_coverage(
         if progress is not None:
             progress(format_row(row))
 
-    rows = cover_tree(tree, planned, report)
+    rows = cover_tree(tree, planned, report, dtype)
     counts = count_rows(rows)
     outcome = StepOutcome(
         step="coverage",
         verdict=Verdict.FAIL if counts["failed"] else Verdict.PASS,
         summary=f"TensorRT-LLM {tree.release}: " + ", ".join(f"{count} {status}" for status, count in counts.items()),
         covered=COVERED if counts["aligned"] else (),
-        figures={"bound": BOUND, **counts, "patched": dict(Counter(str(row.patched) for row in rows))},
+        figures={
+            "bound": BOUND if dtype == "float32" else None,
+            "dtype": dtype,
+            **counts,
+            "patched": dict(Counter(str(row.patched) for row in rows)),
+        },
         seconds=time.perf_counter() - started,
         failing_gate="coverage" if counts["failed"] else None,
     )
@@ -112,5 +127,7 @@ def format_coverage(result: CoverageResult) -> str:
     lines += [f"failed: {row.arch}, {row.case}: {row.reason}" for row in result.rows if row.status == "failed"]
     covered = ", ".join(item.value for item in result.outcome.covered) or "nothing"
     lines.append(f"coverage: {result.outcome.verdict.value} - {result.outcome.summary}")
-    lines.append(f"covered: {covered}; errors are relative to the largest logit, bound {BOUND:g}")
+    bound = result.outcome.figures["bound"]
+    said = f"bound {bound:g}" if bound else "bound: four times what rounding does to the reference, row by row"
+    lines.append(f"covered: {covered}; errors are relative to the largest logit, {said}")
     return "\n".join(lines)
