@@ -176,6 +176,8 @@ def attend_generation(
     keys, values = cached[:, 0, :, :end], cached[:, 1, :, :end]
     real_kernel = getattr(step.kernel, "attend_tree", None) if step.is_speculative else None
     if real_kernel is not None:
+        if step.is_recorded:
+            raise RuntimeError("the real kernel is called at every step; a recording would keep its first answer")
         output = real_kernel(padded[:, :, :H], keys, values, step.past_column(device), tree, setting.scale)
         return pack_requests(step, output, lengths)
     mask = find_generation_bias(step, setting, tree, positions, end, qkv.dtype)

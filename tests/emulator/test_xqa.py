@@ -174,6 +174,20 @@ def test_tree_steps_of_an_emulated_model_go_through_the_kernel(bundled, family):
     assert gap > 0.02 if family == "bloom" else 0 < gap < 4e-3
 
 
+def test_a_step_on_the_kernel_is_never_recorded(bundled):
+    from porting_kit.emulator.program import StepProgram
+
+    _, config, tensors = build_case("llama", ToySize(hidden_size=128), dtype="float16")
+    profile = replace(kernel_profile("xqa"), attend_tree=make_kernel())
+    model = open_emulator(bundled, kernel=profile).build_model(
+        config, tensors, **patch_model(bundled, config["architecture"])
+    )
+    tree, cache = read_tree("small_2"), model.new_cache(1, 32)
+    model.prefill([torch.arange(1, 10)], cache)
+    with pytest.raises(RuntimeError, match="called at every step"):
+        StepProgram(model, cache, tree.num_nodes, 32, tree.position_offsets, tree.packed_mask)
+
+
 @needs_kernel
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("group", [1, 7])
