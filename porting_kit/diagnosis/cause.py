@@ -117,6 +117,7 @@ def name_cause(
     observed: Observation | AlignmentResult,
     faults: Sequence[Fault] = CATALOGUE,
     *,
+    result: AlignmentResult | None = None,
     shelf: Shelf | None = None,
     pair_seconds: float = 60.0,
 ) -> Diagnosis:
@@ -126,11 +127,13 @@ def name_cause(
         state: the healthy port: right weights, exact kernels.
         observed: a failed alignment, or what the port under suspicion emitted.
         faults: hypotheses to try.
+        result: the alignment of the same tokens, for what it knows beyond the observation.
         shelf: where models come from; one that keeps them saves time when the port is asked about again.
         pair_seconds: processor time that the search for two faults at once may take; 0 leaves it out.
     """
-    result = observed if isinstance(observed, AlignmentResult) else None
-    search = Search(shelf or Shelf(state), observe(observed) if result else observed, seconds=pair_seconds)
+    if isinstance(observed, AlignmentResult):
+        result, observed = observed, observe(observed)
+    search = Search(shelf or Shelf(state), observed, seconds=pair_seconds)
     healthy = search.healthy
     to_explain = healthy.unexplained
     if to_explain and not healthy.first_tokens.any() and search.replays_as_observed:

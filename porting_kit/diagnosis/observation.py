@@ -78,7 +78,10 @@ class Observation:
 
 
 def observe(result: AlignmentResult) -> Observation:
-    """What an alignment saw, with its own measured noise."""
+    """What an alignment saw, with its own measured noise.
+
+    Texts that all stop at one length were asked for no more; one that is shorter than another stopped for a reason.
+    """
     return Observation(
         prompts=result.prompts,
         tokens=[text.tokens for text in result.texts],
@@ -86,12 +89,7 @@ def observe(result: AlignmentResult) -> Observation:
         accepted_lengths=result.accepted_lengths,
         logits=result.logits,
         logits_noise=ERROR_FACTOR * result.noise.relative_error,
-        asked_tokens=max(len(text.tokens) for text in result.texts) if any_stopped_early(result) else None,
+        asked_tokens=max(len(text.tokens) for text in result.texts),
         end_ids=result.settings.end_ids,
         overrun=[text.discarded > 0 for text in result.texts],
     )
-
-
-def any_stopped_early(result: AlignmentResult) -> bool:
-    """Whether the alignment found a text that stops without a reason."""
-    return any(text.stopped_early for text in result.texts)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
+from porting_kit.display.diagnosis_plots import plot_layer_map
 from porting_kit.display.plots import Picture, plot_accepted_lengths, plot_layer_errors, plot_margins
 from porting_kit.display.results import APPROXIMATE
 from porting_kit.display.tables import Code, Facts, Stack, Table, VerdictMark
@@ -169,7 +170,8 @@ def layers_view(alignment: Document) -> Stack:
     ]
     columns = ("module", "phase", "relative error", "cosine")
     table = Table(columns, rows, title="Largest errors", limit=LAYERS_SHOWN)
-    return Stack((Facts([], note=layers["sentence"]), picture, table))
+    heat = plot_layer_map(layers["errors"], layers["bound"])
+    return Stack((Facts([], note=layers["sentence"]), picture, *([heat] if heat else []), table))
 
 
 def cause_view(cause: Document | None) -> Stack | Facts:

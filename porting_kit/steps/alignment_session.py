@@ -30,7 +30,7 @@ from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.plan import plan_conversion
 from porting_kit.conversion.planned import ConversionPlan, plan_scalars
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
-from porting_kit.diagnosis import Diagnosis, PortState, name_cause, read_port_state
+from porting_kit.diagnosis import Diagnosis, Observation, PortState, name_cause, read_port_state
 from porting_kit.diagnosis.own_model import find_correction
 from porting_kit.emulator import EmulatedModel, open_emulator
 from porting_kit.emulator.xqa import open_xqa_kernel
@@ -253,10 +253,17 @@ class AlignmentSession:
             return result
         if self.run.port.target.tp_size * self.run.port.target.pp_size > 1:
             return result
-        diagnosis = name_cause(self.port_state, result)
-        if diagnosis.own_model is not None:
-            diagnosis = self._explain_own_model(diagnosis, result)
-        return replace(result, cause=diagnosis.as_dict())
+        return replace(result, cause=self.diagnose(result).as_dict())
+
+    def diagnose(self, result: AlignmentResult, observation: Observation | None = None) -> Diagnosis:
+        """The cause of what was observed; where the port itself is another model than its base, what would mend it.
+
+        Args:
+            result: the alignment of what was observed.
+            observation: the same with more than the alignment holds, None when it holds everything.
+        """
+        diagnosis = name_cause(self.port_state, observation or result, result=result)
+        return diagnosis if diagnosis.own_model is None else self._explain_own_model(diagnosis, result)
 
     def _explain_own_model(self, diagnosis: Diagnosis, result: AlignmentResult) -> Diagnosis:
         """The same with the change that would make the port its base again, where one is known."""

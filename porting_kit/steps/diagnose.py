@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 
-from porting_kit.diagnosis import Diagnosis, name_cause, observe
+from porting_kit.alignment.result import AlignmentResult
+from porting_kit.diagnosis import Diagnosis, observe
+from porting_kit.diagnosis.observation import PADDED_TO
 from porting_kit.engine.captured_runs import is_capture_file, read_capture_file
 from porting_kit.outcomes import StepOutcome, Verdict
-from porting_kit.run_folder import write_json
+from porting_kit.run_folder import write_json, write_text
 from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.captured_alignment import align_capture
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.prerequisites import require_steps
 
-RESULT_FILE = "diagnosis.json"
+RESULT_FILE, PAGE_FILE = "diagnosis.json", "diagnosis.html"
 
 
 @dataclass(frozen=True)
@@ -54,28 +56,36 @@ def diagnose_port(run: PortRun, observed: Path, logits: Path | None = None) -> D
     watch = Stopwatch()
     session = AlignmentSession(run)
     if is_capture_file(observed):
-        observation = observe(align_capture(session, read_capture_file(observed)))
+        judged = align_capture(session, read_capture_file(observed))
+        observation = observe(judged)
     else:
-        sequences = session.read_captured(observed, logits)
-        observation = observe(session.align_captured(sequences))
-    if logits is not None and not is_capture_file(observed):
-        vocab_size = session.reference.vocab_size
-        rows = tuple(torch.from_numpy(sequence.logits[:, :vocab_size]) for sequence in sequences)
-        observation = replace(observation, logits=rows)
-    diagnosis = name_cause(session.port_state, observation)
+        sequences = session.read_captured(observed, logits, padded_to=PADDED_TO)
+        judged = session.align_captured(sequences)
+        observation = replace(observe(judged), overrun=[sequence.ran_past_end for sequence in sequences])
+        if logits is not None:
+            rows = [torch.from_numpy(sequence.logits[:, : session.reference.vocab_size]) for sequence in sequences]
+            observation = replace(observation, logits=rows)
+    diagnosis = session.diagnose(judged, observation)
     write_json(run.folder.root / RESULT_FILE, diagnosis.as_dict())
+    write_text(run.folder.root / PAGE_FILE, _render(run, diagnosis, judged))
     return DiagnoseResult(_judge(diagnosis, watch.seconds), diagnosis)
+
+
+def _render(run: PortRun, diagnosis: Diagnosis, judged: AlignmentResult) -> str:
+    from porting_kit.display.diagnosis_page import render_diagnosis
+
+    return render_diagnosis(run.port.name, diagnosis.as_dict(), judged.as_dict())
 
 
 def _judge(diagnosis: Diagnosis, seconds: float) -> StepOutcome:
     found = diagnosis.as_dict()
-    healthy = diagnosis.to_explain == 0
+    healthy = diagnosis.to_explain == 0 and diagnosis.own_model is None
     return StepOutcome(
         "diagnose",
         Verdict.PASS if healthy else Verdict.FAIL,
         diagnosis.verdict,
         figures={"to_explain": diagnosis.to_explain, "observed": diagnosis.observed, "next_step": found["fix"]},
-        products=(RESULT_FILE,),
+        products=(RESULT_FILE, PAGE_FILE),
         seconds=round(seconds, 3),
         failing_gate=None if healthy else found["fault"] or "none of the known faults",
     )
@@ -90,9 +100,10 @@ def format_diagnosis(result: DiagnoseResult) -> str:
     if found["decided_by"]:
         lines.append(f"to decide between them: {found['decided_by']}")
     lines += [f"evidence: {sentence}" for sentence in found["evidence"]]
+    if result.diagnosis.passes:
+        lines.append("cost: {context} context passes, {replays} replays".format(**result.diagnosis.passes))
     lines += [
         f"  {row['name']}: explains {row['explained']} of {found['to_explain']}"
-        for row in found["ranking"][:5]
-        if not row["error"]
+        for row in [row for row in found["ranking"] if not row["error"]][:5]
     ]
     return "\n".join(lines)

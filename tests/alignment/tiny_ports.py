@@ -44,6 +44,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("Bloom", {**BLOOM_LIKE, "hidden_size": 64, "n_head": 4}),
     "bloom-128": ("Bloom", {**BLOOM_LIKE, "hidden_size": 256, "n_head": 2}),
     "llama": ("Llama", {**LLAMA_LIKE, "rope_theta": 500.0}),
+    "mistral": ("Mistral", {**LLAMA_LIKE, "rope_theta": 500.0}),
     "qwen2": ("Qwen2", {**LLAMA_LIKE, "rope_theta": 1000000.0}),
     "gptneox": (
         "GPTNeoX",

@@ -1,0 +1,145 @@
+"""`porting-kit diagnose` on files that do not belong, and on files that do: exit codes, causes, the page."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from porting_kit.cli import app
+from porting_kit.diagnosis import seed_fault
+from porting_kit.engine.captured import write_captured_logits, write_captured_tokens
+from porting_kit.medusa.decoding import generate_medusa
+from porting_kit.steps.alignment_session import AlignmentSession
+from porting_kit.steps.context import open_port_run
+from tests.cli.conftest import PortFolder
+
+NEW_TOKENS = 8
+END_ID = 2
+
+
+def diagnose(opened, *arguments):
+    """Exit code, JSON document."""
+    command = ["diagnose", opened.file, "--out", opened.out, "--observed", *arguments, "--json"]
+    result = CliRunner().invoke(app, list(map(str, command)))
+    return result.exit_code, json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def opened(pristine_port, tmp_path_factory):
+    """A port that was patched and converted, its healthy tokens, and where to write."""
+    folder = tmp_path_factory.mktemp("diagnose") / "port"
+    shutil.copytree(pristine_port, folder)
+    port = PortFolder(folder)
+    out = folder / "run"
+    for command in ("patch", "convert"):
+        assert CliRunner().invoke(app, [command, str(port.file), "--out", str(out)]).exit_code == 0
+    session = AlignmentSession(open_port_run(port.file, run_folder=out))
+    healthy = generate_medusa(session.port_state.build(), session.tree, session.prompts, NEW_TOKENS, keep_logits=True)
+    return SimpleNamespace(file=port.file, out=out, session=session, healthy=healthy)
+
+
+def write(opened, path, prompts=None, tokens=None):
+    return write_captured_tokens(
+        path, prompts or opened.session.prompts, tokens or opened.healthy.tokens, end_id=END_ID
+    )
+
+
+def spoil_ids(opened, path):
+    write(opened, path, tokens=[[row[0], 90000, *row[2:]] for row in opened.healthy.tokens])
+
+
+def spoil_prompts(opened, path):
+    write(opened, path, prompts=[[7] * len(prompt) for prompt in opened.session.prompts])
+
+
+def spoil_batch(opened, path):
+    write(opened, path, prompts=opened.session.prompts[:1], tokens=opened.healthy.tokens[:1])
+
+
+def drop_prompts(opened, path):
+    rows = [np.asarray(row, dtype=np.int32) for row in opened.healthy.tokens]
+    np.save(path, np.stack(rows))
+
+
+def cut_rows(opened, path):
+    write(opened, path)
+    np.save(path, np.load(path)[:, :2])
+
+
+def cut_prompts(opened, path):
+    write(opened, path, prompts=[prompt[1:] for prompt in opened.session.prompts])
+
+
+def cut_file(opened, path):
+    write(opened, path)
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def pad_with_another_id(opened, path):
+    write(opened, path)
+    rows = np.load(path)
+    short = min(range(len(rows)), key=lambda index: len(opened.session.prompts[index]))
+    start = len(opened.session.prompts[short]) + len(opened.healthy.tokens[short])
+    rows[short, start:] = 5
+    np.save(path, rows)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (spoil_ids, "outside the vocabulary"),
+        (spoil_prompts, "another prompt"),
+        (spoil_batch, "another number of prompts"),
+        (drop_prompts, "generated ids only"),
+        (cut_rows, "shorter than the prompt"),
+        (cut_prompts, "the prompt was cut"),
+        (cut_file, "cannot be read"),
+        (pad_with_another_id, "filled with 5"),
+    ],
+)
+def test_a_file_that_does_not_belong_is_unusable_input(spoil, words, opened, tmp_path):
+    path = tmp_path / "observed.npy"
+    spoil(opened, path)
+    code, document = diagnose(opened, path)
+    assert code == 2, document
+    assert words in json.dumps(document["error"]), document["error"]
+    assert {"subject", "expected", "found"} <= set(document["error"])
+
+
+def test_logits_with_padding_columns_are_cut_and_broken_ones_refused(opened, tmp_path):
+    tokens = write(opened, tmp_path / "tokens.npy")
+    padded = [np.pad(rows.numpy(), ((0, 0), (0, 9)), constant_values=1e9) for rows in opened.healthy.logits]
+    logits = write_captured_logits(tmp_path / "logits.npy", padded)
+    code, document = diagnose(opened, tokens, "--logits", logits)
+    assert (code, document["to_explain"]) == (0, 0), document
+    padded[0][1, 3] = np.nan
+    broken = write_captured_logits(tmp_path / "broken.npy", padded)
+    code, document = diagnose(opened, tokens, "--logits", broken)
+    assert code == 2
+    assert "not finite" in json.dumps(document["error"])
+
+
+def test_an_id_in_the_padding_of_the_vocabulary_is_a_fault_with_a_name(opened, tmp_path):
+    V = opened.session.reference.vocab_size
+    assert V % 64, "this port's vocabulary needs padding"
+    tokens = [[*row[:4], V, *row[5:]] for row in opened.healthy.tokens]
+    code, document = diagnose(opened, write(opened, tmp_path / "padding.npy", tokens=tokens))
+    assert (code, document["fault"]) == (1, "padding_column_wins"), document
+
+
+def test_the_page_says_cause_and_fix_and_loads_nothing(opened, tmp_path):
+    fault, state = seed_fault("qkv_bias_dropped", opened.session.port_state)
+    tokens = generate_medusa(state.build(), opened.session.tree, opened.session.prompts, NEW_TOKENS).tokens
+    code, document = diagnose(opened, write(opened, tmp_path / "faulty.npy", tokens=tokens))
+    assert (code, document["fault"]) == (1, fault)
+    assert document["passes"]["context"] > 0
+    page = (opened.out / "diagnosis.html").read_text(encoding="utf-8")
+    assert document["name"] in page
+    assert "attention.qkv.bias" in page
+    assert "data:image/png;base64" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
