@@ -259,18 +259,20 @@ def measure_random(family: str, *, compiles: bool) -> dict[str, Any]:
     return row
 
 
-def measure_heads(reference: Reference, model: Any, text: Path, rows: int) -> tuple[dict[str, Any], Any]:
+def measure_heads(
+    reference: Reference, model: Any, text: Path, rows: int, new_tokens: int, sizes: Sequence[int], *, has_stock: bool
+) -> tuple[dict[str, Any], Any]:
     """Accuracy and tokens per step on text that was not trained on; returns the figures and the chosen tree."""
     instructions = ("Explain this in simple words: ",)
     frames = (Frame(), *(build_chat_frame(reference.tokenizer, text) for text in instructions))
     held_out = split_held_out(read_text(text))[1]
-    prompts = cut_prompts(
-        reference.tokenizer, held_out, lengths_tokens=(32,), limit=2 * rows, seed=7, frames=frames
-    )
-    heads, matrix = load_heads(HEADS).to("cuda"), reference.model.get_output_embeddings()
+    prompts = cut_prompts(reference.tokenizer, held_out, lengths_tokens=(32,), limit=2 * rows, seed=7, frames=frames)
+    heads, matrix = load_heads(HEADS).to(reference.device), reference.model.get_output_embeddings()
 
     def rank(chosen: list[list[int]]) -> torch.Tensor:
-        said = continue_greedily(reference.model, chosen, new_tokens=128, batch_rows=512, report=lambda line: None)
+        said = continue_greedily(
+            reference.model, chosen, new_tokens=new_tokens, batch_rows=512, report=lambda line: None
+        )
         return measure_ranks(heads, said, matrix)
 
     asked = prompts[len(prompts) // 2 :]
@@ -278,7 +280,8 @@ def measure_heads(reference: Reference, model: Any, text: Path, rows: int) -> tu
     limits = TreeLimits()
     started = time.perf_counter()
     curve = trace_curve(count_paths(calibration, limits), limits)
-    trees = {f"best {n}": curve.tree(n) for n in (16,)} | {"mc_sim_7b_63": read_tree("mc_sim_7b_63")}
+    trees = {f"best {n}": curve.tree(n) for n in sizes}
+    trees |= {"mc_sim_7b_63": read_tree("mc_sim_7b_63")} if has_stock else {}
     chosen_s = time.perf_counter() - started
     groups: dict[int, list[list[int]]] = {}
     for prompt in asked:
@@ -290,7 +293,7 @@ def measure_heads(reference: Reference, model: Any, text: Path, rows: int) -> tu
         tokens = steps = texts = 0
         for group in groups.values():
             for start in range(0, len(group), 64):
-                run = generate_medusa(model, tree, group[start : start + 64], 128, reference.settings.end_ids)
+                run = generate_medusa(model, tree, group[start : start + 64], new_tokens, reference.settings.end_ids)
                 tokens += run.num_tokens - len(run.tokens)
                 steps, texts = steps + run.num_steps, texts + len(run.tokens)
         out[name] = {
@@ -305,9 +308,10 @@ def measure_heads(reference: Reference, model: Any, text: Path, rows: int) -> tu
         "prompts": len(prompts),
         "accuracy_on_judged_rows": [vars(head) for head in measure_accuracy(judged)],
         "trees": out,
+        "stock_replayed_on_the_judged_rows": replay_tree(judged, read_tree("mc_sim_7b_63").nodes[1:]).tokens_per_step,
         "choice_seconds": chosen_s,
         "curve": [[point.nodes, round(point.mean_tokens, 4)] for point in curve.points],
-        "chosen_16": curve.tree(16).choices(),
+        "chosen": {str(n): curve.tree(n).choices() for n in sizes},
     }
     return figures, curve
 
@@ -319,12 +323,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="text of `python -m porting_kit.medusa.training_text`")
     parser.add_argument("--only", nargs="*", default=["heads", "smollm2", "bloom", "qwen2"])
     parser.add_argument("--rows", type=int, default=256, help="held-out prompts to judge on")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens of each continuation of the part heads")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[16, 64], help="nodes of the trees of the part heads")
+    parser.add_argument("--no-stock", action="store_true", help="leave the stock tree of 64 nodes out: slow on a CPU")
+    parser.add_argument("--device", default="cuda", help="cpu runs the part heads alone, in float32")
     parser.add_argument("--compile", action="store_true", help="hand the steps to torch.compile")
     parser.add_argument("--json", action="store_true", help="accepted for symmetry; the output is JSON always")
     options = parser.parse_args(arguments)
     torch.set_grad_enabled(False)
     document: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "torch": torch.__version__,
         "compiled": options.compile,
     }
@@ -333,20 +341,29 @@ def main(arguments: list[str] | None = None) -> int:
         document[name] = value
         print(json.dumps({name: value}), file=sys.stderr, flush=True)
 
+    dtype = "float16" if options.device == "cuda" else "float32"
     if {"heads", "smollm2"} & set(options.only):
-        reference = load_reference(options.base, dtype="float16", device="cuda", attention="sdpa")
-        config, tensors = checkpoint_tensors(options.base, read_head_set(HEADS), dtype="float16")
+        reference = load_reference(options.base, dtype=dtype, device=options.device, attention="sdpa")
+        config, tensors = checkpoint_tensors(options.base, read_head_set(HEADS), dtype=dtype)
         source = open_source_tree("bundled")
         module = build_medusa_module(source, config["architecture"])
-        tensors = share_placed(tensors)
-        model = open_emulator(source, device="cuda").build_model(
+        tensors = share_placed(tensors, options.device)
+        model = open_emulator(source, device=options.device).build_model(
             config, tensors, module_source=module.source, class_name=module.class_name
         )
         chosen = read_tree(str(HEADS / "tree.json"))
         if "heads" in options.only:
-            figures, curve = measure_heads(reference, model, options.data, options.rows)
+            figures, curve = measure_heads(
+                reference,
+                model,
+                options.data,
+                options.rows,
+                options.new_tokens,
+                options.sizes,
+                has_stock=not options.no_stock,
+            )
             keep("heads", figures)
-            chosen = curve.tree(16)
+            chosen = curve.tree(options.sizes[0])
         if "smollm2" in options.only:
             model.decoders.compiles = options.compile
             frame = build_chat_frame(reference.tokenizer, "Explain this in simple words: ")
@@ -371,13 +388,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def share_placed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors on the GPU, equal matrices once: heads without an output matrix hold copies of the base's."""
+def share_placed(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    """The tensors on the device, equal matrices once: heads without an output matrix hold copies of the base's."""
     placed: dict[str, torch.Tensor] = {}
-    matrix = tensors["lm_head.weight"].cuda()
+    matrix = tensors["lm_head.weight"].to(device)
     for name, tensor in tensors.items():
-        same = tensor.shape == matrix.shape and torch.equal(tensor.cuda(), matrix)
-        placed[name] = matrix if same else tensor.cuda()
+        same = tensor.shape == matrix.shape and torch.equal(tensor.to(device), matrix)
+        placed[name] = matrix if same else tensor.to(device)
     return placed
 
 

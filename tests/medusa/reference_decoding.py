@@ -88,5 +88,5 @@ def decode_with_reference(
             layer.keys, layer.values = layer.keys[:, :, keep], layer.values[:, :, keep]
         lengths.append(int(accepted) + 1)
         # The root is the base's choice of the step before: what this step adds ends with the base's next choice.
-        emitted += ids[0, past + 1 :].tolist() + [int(logits[0, -1].argmax())]
+        emitted += [*ids[0, past + 1 :].tolist(), int(logits[0, -1].argmax())]
     return ReferenceRun(emitted, lengths)

@@ -1,6 +1,6 @@
 """The same trees, accepted lengths and tokens as the reference project, FasterDecoding/Medusa, run from a copy of it.
 
-MEDUSA_SOURCE names a checkout; without it these tests are skipped. With MEDUSA_REPORT=FILE the figures are written down.
+MEDUSA_SOURCE names a checkout; without it these tests are skipped. With MEDUSA_REPORT=FILE the figures go there too.
 """
 
 from __future__ import annotations
