@@ -4,7 +4,7 @@ A part of the capture script: `capture_kit` joins it with the others into one fi
 is imported when an engine is opened. Sampling is greedy everywhere.
 
 - `ModelRunnerCpp` takes a tree from 0.11.0.dev2024051400 on; before, Medusa runs in `ModelRunner` only;
-- `LLM` with MedusaDecodingConfig from 0.16.0.dev2024112600 on, under `tensorrt_llm._tensorrt_engine` from 1.0 on
+- `LLM` with MedusaDecodingConfig from 0.16.0.dev2024121000 on, under `tensorrt_llm._tensorrt_engine` from 1.0 on
   (runtime/model_runner.py, runtime/model_runner_cpp.py, llmapi/llm.py of those releases).
 """
 
@@ -120,6 +120,15 @@ def cut_at_end(tokens: list, end_ids: list) -> list:
     return tokens
 
 
+def close_at_end(tokens: list, request: dict) -> list:
+    """The same for the LLM API, which may leave the end id out: an answer shorter than asked for ended with it."""
+    tokens = cut_at_end(tokens, request["end_ids"])
+    is_short = len(tokens) < request["new_tokens"]
+    if is_short and request["end_ids"] and not (tokens and tokens[-1] in request["end_ids"]):
+        return [*tokens, request["end_id"]]
+    return tokens
+
+
 def count_accepted(lengths: list, prompts: list) -> list:
     """Tokens that each generation step added, from the lengths after each chunk of a stream; the first chunk is the
     context phase's. A chunk may hold more than one step when the runtime is faster than the reader."""
@@ -181,12 +190,12 @@ def open_llm(folder: Path, kind: str, rank: int, request: dict):
                 stream = llm.generate_async(prompt, params, streaming=True)
                 chunks = [list(part.outputs[0].token_ids) for part in stream]
                 lengths.append([[len(prompt) + len(chunk)] for chunk in chunks])
-                found.append(cut_at_end(chunks[-1], request["end_ids"]))
+                found.append(close_at_end(chunks[-1], request))
             accepted = [count_accepted(rows, [prompt])[0] for rows, prompt in zip(lengths, prompts, strict=False)]
             return {"tokens": found, "accepted": accepted}
         results = llm.generate(prompts, params)
         outputs = [result.outputs[0] for result in results]
-        answer = {"tokens": [cut_at_end(list(output.token_ids), request["end_ids"]) for output in outputs]}
+        answer = {"tokens": [close_at_end(list(output.token_ids), request) for output in outputs]}
         kept = [getattr(output, "generation_logits", None) for output in outputs]
         if keep_logits and all(logits is not None for logits in kept):
             rows = [read_logits(logits[None], [tokens]) for logits, tokens in zip(kept, answer["tokens"], strict=False)]

@@ -60,11 +60,11 @@ def write_llm_snippet(
 ) -> str | None:
     """A Python script that serves the engine through the LLM API; None for a release whose LLM takes no tree.
 
-    MedusaDecodingConfig is there from 0.16.0.dev2024112600 on (llmapi/llm_utils.py); with `max_draft_len` from 0.17 on
+    MedusaDecodingConfig is there from 0.16.0.dev2024121000 on (llmapi/llm_utils.py); with `max_draft_len` from 0.17 on
     (llmapi/llm_args.py); the engine's LLM stands in `tensorrt_llm._tensorrt_engine` from 1.0 on.
     """
     number = parse_release(release)
-    if number < parse_release("0.16.0.dev2024112600"):
+    if number < parse_release("0.16.0.dev2024121000"):
         return None
     place = "tensorrt_llm._tensorrt_engine" if number >= parse_release("1.0.0") else "tensorrt_llm"
     limit = f"    max_draft_len={max_draft_len},\n" if number >= parse_release("0.17.0") else ""

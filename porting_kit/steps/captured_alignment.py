@@ -184,11 +184,29 @@ def _acceptance(
     if [list(rows[0]) for rows in streamed.tokens] != emitted:
         return None, None
     predicted = predict_acceptance(session.reference, session.reference_heads, tree, prompts, emitted, dtype)
-    lengths = [
-        split_merged(observed, expected.tolist())
-        for observed, expected in zip(streamed.accepted, predicted.lengths, strict=True)
-    ]
+    end_ids = session.reference.settings.end_ids
+    lengths = []
+    for observed, expected, row in zip(streamed.accepted, predicted.lengths, emitted, strict=True):
+        whole = count_end_token(observed, expected.tolist(), len(row) - 1 if row[-1] in end_ids else None)
+        lengths.append(split_merged(whole, expected.tolist()))
     return lengths, predicted
+
+
+def count_end_token(observed: Sequence[int], predicted: Sequence[int], ended_tokens: int | None) -> list[int]:
+    """Steps with the end token counted, which the C++ runtime leaves out (kernels of 0.14.0.dev2024100800).
+
+    Args:
+        observed: tokens of each generation step.
+        predicted: what a step emits that starts at each token.
+        ended_tokens: tokens behind the first, the end token included; None for a text that ran to its length.
+    """
+    steps, reached = list(observed), sum(observed)
+    if ended_tokens is None or ended_tokens - reached != 1:
+        return steps
+    start = reached - steps[-1] if steps else 0
+    if steps and start < len(predicted) and predicted[start] > steps[-1]:
+        return [*steps[:-1], steps[-1] + 1]
+    return [*steps, 1]
 
 
 def split_merged(observed: Sequence[int], predicted: Sequence[int]) -> list[int]:

@@ -15,12 +15,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import yaml
 
 from porting_kit.alignment.reference import load_reference
+from porting_kit.engine.capture_runtimes import close_at_end
 from porting_kit.engine.captured_runs import read_capture_file
 from porting_kit.errors import CapturedFileError
 from porting_kit.outcomes import Coverage, Verdict
@@ -28,6 +30,7 @@ from porting_kit.port import load_port
 from porting_kit.steps.align import align_port
 from porting_kit.steps.build import build_port
 from porting_kit.steps.capture_request import make_capture_request
+from porting_kit.steps.captured_alignment import count_end_token, split_merged
 from porting_kit.steps.context import open_port_run
 from porting_kit.steps.convert import convert_port
 from porting_kit.steps.diagnose import diagnose_port
@@ -373,3 +376,40 @@ def test_the_largest_batch_is_filled_to_the_engines_maximum(built):
     groups = make_capture_request(run, RELEASE).request["groups"]
     assert [len(call) for call in groups["11"]] == [11]
     assert len(groups["1"]) == 8
+
+
+class TestEndToken:
+    """The end token may be left out of an answer and of its lengths."""
+
+    REQUEST: ClassVar = {"end_ids": [2, 7], "end_id": 2, "new_tokens": 4}
+
+    @pytest.mark.parametrize(
+        ("tokens", "closed"),
+        [
+            ([5, 6], [5, 6, 2]),
+            ([5, 7], [5, 7]),
+            ([5, 2, 9], [5, 2]),
+            ([5, 6, 8, 9], [5, 6, 8, 9]),
+            ([], [2]),
+        ],
+    )
+    def test_a_short_answer_is_closed(self, tokens, closed):
+        assert close_at_end(tokens, self.REQUEST) == closed
+        assert close_at_end(tokens, self.REQUEST | {"end_ids": []}) == tokens
+
+    @pytest.mark.parametrize(
+        ("observed", "ended", "whole"),
+        [
+            ([2, 1], None, [2, 1]),
+            ([2, 1], 3, [2, 1]),
+            ([2, 1], 4, [2, 2]),  # the last step is predicted to emit two
+            ([2, 2], 5, [2, 2, 1]),
+            ([], 1, [1]),
+        ],
+    )
+    def test_its_step_is_counted(self, observed, ended, whole):
+        assert count_end_token(observed, [2, 9, 2, 9, 1], ended) == whole
+
+    def test_steps_that_arrived_together_are_taken_apart(self):
+        assert split_merged([4, 1], [2, 9, 2, 9, 1]) == [2, 2, 1]
+        assert split_merged([3, 1], [2, 9, 2, 9, 1]) == [3, 1]  # no sum of predictions
