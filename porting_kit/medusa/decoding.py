@@ -231,7 +231,8 @@ def _decode_fused(
         return None
     try:
         return decode_fused(model, decoder, tree, prompts, chooser.longest, chooser.end_ids)
-    except RuntimeError as reason:
+    except (RuntimeError, EmulatorError) as reason:
+        # Rotation that depends on the length cannot be written down; any other error comes again from the plain loop.
         model.decoders.give_up(decoder, reason)
         return None
 

@@ -39,6 +39,22 @@ def test_greedy_is_the_continuation_without_a_cache(fitted, prompts, expected):
     assert generate_greedy(fitted, prompts, NEW_TOKENS).tokens == expected
 
 
+@pytest.mark.parametrize("error", [RuntimeError("differs"), EmulatorError("recording is not provided")])
+def test_steps_that_cannot_be_written_down_run_one_by_one(error, fitted, prompts, expected, monkeypatch):
+    """Rotation that depends on the length (longrope, dynamic) has no written-down form."""
+    given_up = []
+
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr("porting_kit.medusa.decoding.decode_fused", fail)
+    monkeypatch.setattr(ReferenceModel, "open_decoder", lambda self, *arguments: "a decoder", raising=False)
+    decoders = type("Decoders", (), {"give_up": lambda self, decoder, reason: given_up.append((decoder, reason))})()
+    monkeypatch.setattr(ReferenceModel, "decoders", decoders, raising=False)
+    assert generate_medusa(fitted, read_tree("small_3"), prompts, NEW_TOKENS).tokens == expected
+    assert given_up == [("a decoder", error)]
+
+
 @pytest.mark.parametrize("spec", TREES, ids=str)
 @pytest.mark.parametrize("heads", ["random", "fitted"])
 def test_medusa_emits_the_greedy_tokens_whatever_the_heads(spec, heads, fitted, prompts, expected):
