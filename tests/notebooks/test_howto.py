@@ -28,6 +28,8 @@ def find_page_problems(text: str) -> list[str]:
         if command is None:
             problems.append(f"no command {words[1]!r}")
             continue
+        # A group's command is its second word.
+        command = getattr(command, "commands", {}).get((words[2:] or [""])[0], command)
         known = {option for parameter in command.params for option in parameter.opts}
         problems += [f"no option {word}" for word in words if word.startswith("-") and word not in known]
         names = re.findall(r"-p ([\w.]+)=", line)
@@ -63,6 +65,7 @@ def test_a_page_names_only_what_exists(page):
     [
         ("run `porting-kit aling PORT.yaml`", "no command 'aling'"),
         ("`porting-kit build PORT.yaml --plan`", "no option --plan"),
+        ("`porting-kit heads check PORT.yaml --layout vllm`", "no option --layout"),
         ("`porting-kit run PORT.yaml -p dtyp=float16`", "no field dtyp"),
         ("[x](../07_more.ipynb)", "no file 07_more.ipynb"),
         ("```python\nfrom porting_kit.port import load_ports\n```\n", "no porting_kit.port.load_ports"),
