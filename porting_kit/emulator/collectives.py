@@ -1,5 +1,7 @@
 """Tensor and pipeline parallel communication through torch.distributed (gloo on CPU, NCCL on GPUs).
 
+Ranks that have to share a GPU talk through gloo as well, by way of the host: NCCL wants a GPU for each.
+
 A group of one rank needs no communication. A larger group needs the processes that torchrun starts: every rank runs
 its own emulator on its own shard, and what the ranks exchange is what the engine's collectives would exchange.
 """
@@ -35,7 +37,8 @@ def connect_ranks(world_size: int, device: torch.device) -> None:
                 found=f"{os.environ.get('WORLD_SIZE', '1')} (environment variable WORLD_SIZE)",
                 next_step=f"start the command with torchrun --nproc-per-node {world_size}",
             )
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        has_own_gpu = device.type == "cuda" and torch.cuda.device_count() >= world_size
+        dist.init_process_group("nccl" if has_own_gpu else "gloo")
     if dist.get_world_size() != world_size:
         raise EmulatorError(
             "the process group does not have the checkpoint's size",
@@ -54,6 +57,11 @@ def find_group(ranks: Sequence[int]) -> Any:
     return _GROUPS[key]
 
 
+def _on_wire(data: torch.Tensor) -> torch.Tensor:
+    """The values where the backend can send them from: gloo sends from the host."""
+    return data.cpu() if data.is_cuda and dist.get_backend() == "gloo" else data
+
+
 def allreduce(
     tensor: Tensor,
     group: Sequence[int],
@@ -65,32 +73,32 @@ def allreduce(
     """Sum over the ranks of a group; fused residual and norm are never asked for (reduce_fusion is off)."""
     if len(group) == 1:
         return tensor
-    data = tensor.data.contiguous().clone()
+    data = _on_wire(tensor.data.contiguous().clone())
     dist.all_reduce(data, group=find_group(group))
-    return Tensor(data)
+    return Tensor(data.to(tensor.data.device))
 
 
 def allgather(tensor: Tensor, group: Sequence[int], gather_dim: int = 0) -> Tensor:
     """Concatenate the ranks' tensors along `gather_dim`."""
     if len(group) == 1:
         return tensor
-    data = tensor.data.contiguous()
+    data = _on_wire(tensor.data.contiguous())
     parts = [torch.empty_like(data) for _ in group]
     dist.all_gather(parts, data, group=find_group(group))
-    return Tensor(torch.cat(parts, gather_dim))
+    return Tensor(torch.cat(parts, gather_dim).to(tensor.data.device))
 
 
 def send(tensor: Tensor, tgt: int) -> Tensor:
     """Pass hidden states to the next pipeline rank."""
-    dist.send(tensor.data.contiguous(), int(tgt))
+    dist.send(_on_wire(tensor.data.contiguous()), int(tgt))
     return tensor
 
 
 def recv(tensor: Tensor, src: int) -> Tensor:
     """Receive hidden states from the previous pipeline rank; `tensor` gives shape and type."""
-    data = torch.empty_like(tensor.data)
+    data = _on_wire(torch.empty_like(tensor.data))
     dist.recv(data, int(src))
-    return Tensor(data)
+    return Tensor(data.to(tensor.data.device))
 
 
 def broadcast_output(
@@ -98,8 +106,9 @@ def broadcast_output(
 ) -> Any:
     """Give the last pipeline rank's output to all ranks of the pipeline."""
     data = torch.empty(tuple(shape), dtype=like.dtype, device=like.device) if tensor is None else tensor.contiguous()
-    dist.broadcast(data, int(ranks[-1]), group=find_group(ranks))
-    return data
+    sent = _on_wire(data)
+    dist.broadcast(sent, int(ranks[-1]), group=find_group(ranks))
+    return sent.to(data.device)
 
 
 def cuda_stream_sync(input_list: Sequence[Tensor], side_stream_id: Any) -> Tensor:

@@ -69,8 +69,9 @@ def work(folder: str, result: str, device: str, dtype: str, rounds: str, prompt_
     """One rank under torchrun; the first one leaves its logits."""
     rank = int(os.environ["RANK"])
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        device = f"cuda:{index}"
     found = run_phases(Path(folder), rank, device, dtype or None, int(rounds), int(prompt_tokens))
     if rank == 0:
         torch.save(found, result)
@@ -151,10 +152,12 @@ def main(arguments: list[str] | None = None) -> int:
             for dtype, one in ((None, half), ("float32", exact)):
                 many = run_ranks(folder, ranks, options.device, dtype, rounds, prompt_tokens)
                 found = compare(one, many, exact, is_half=dtype is None)
-                rows.append({"tp_size": ranks, "dtype": dtype or "float16", **found})
+                own_gpu = options.device == "cuda" and torch.cuda.device_count() >= ranks
+                backend = "nccl" if own_gpu else "gloo"
+                rows.append({"tp_size": ranks, "dtype": dtype or "float16", "backend": backend, **found})
     document = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "backend": "nccl" if options.device == "cuda" else "gloo",
+        "gpus": torch.cuda.device_count(),
         "bytes": num_bytes,
         "prompt_tokens": prompt_tokens,
         "seconds_to_make": made,
