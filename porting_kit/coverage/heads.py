@@ -16,6 +16,12 @@ NUM_HEADS = 3
 RIDGE = 1e-2
 
 
+def find_projection(model: Any) -> Any | None:
+    """OPT's projection of the last state to the width of the embeddings; None where a model has none."""
+    decoder = getattr(getattr(model, "model", None), "decoder", None)
+    return getattr(decoder, "project_out", None)
+
+
 class ReferenceBeforeProjection(Reference):
     """A reference whose Medusa heads read what goes into a module before the output matrix, not what comes out of it.
 
@@ -28,7 +34,7 @@ class ReferenceBeforeProjection(Reference):
         import torch
 
         seen: list[Any] = []
-        projection = self.model.get_decoder().project_out
+        projection = find_projection(self.model)
         handle = projection.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][0]))
         try:
             with torch.inference_mode():

@@ -21,7 +21,7 @@ from porting_kit.coverage.comparison import (
     coverage_tree,
     draw_prompts,
 )
-from porting_kit.coverage.heads import ReferenceBeforeProjection, write_fitted_heads
+from porting_kit.coverage.heads import ReferenceBeforeProjection, find_projection, write_fitted_heads
 from porting_kit.coverage.planned import PlannedRow
 from porting_kit.coverage.positions import (
     compare_steps,
@@ -221,7 +221,7 @@ class TreeCoverage:
             folder = self.folder / f"model{len(self._models)}"
             save_reference(case, model, folder, hugging_face_class=planned.hugging_face_class)
             reference = reference_from_model(model)
-            if getattr(model.get_decoder(), "project_out", None) is not None:
+            if find_projection(model) is not None:
                 reference = ReferenceBeforeProjection(**vars(reference))
             self._models[key] = folder, reference
         folder, reference = self._models[key]

@@ -82,10 +82,6 @@ class PlainDecoder(torch.nn.Module):
         """The output matrix, as transformers' models give it."""
         return self.lm_head
 
-    def get_decoder(self) -> PlainDecoder:
-        """Itself."""
-        return self
-
     def save_pretrained(self, folder: Path) -> None:
         """Write config.json and model.safetensors."""
         from safetensors.torch import save_file
