@@ -39,9 +39,13 @@ def convert(base: str, out: str, dtype: str, tp_size: int, workers: int) -> dict
     """One conversion in this process. Times leave out Python's own start."""
     from porting_kit.conversion import convert_checkpoint
 
-    started = time.perf_counter()
+    started, before = time.perf_counter(), os.times()
     outcome = convert_checkpoint(base, out, dtype=dtype, tp_size=tp_size, workers=workers, verify=False)
-    return {"seconds": time.perf_counter() - started, "tensors": len(outcome.targets)}
+    return {
+        "seconds": time.perf_counter() - started,
+        "cpu_seconds": sum(os.times()[:2]) - sum(before[:2]),
+        "tensors": len(outcome.targets),
+    }
 
 
 def convert_upstream(base: str, out: str, tree: str) -> dict[str, Any]:
@@ -168,7 +172,7 @@ def measure(folder: Path, *, size: str, source: str | None, rounds: int) -> dict
     num_bytes = write_large_model(base, **changes)
     entries = open_tensor_source(base).entries.values()
     largest = max(entry.num_bytes for entry in entries)
-    if size != "quick":
+    if rounds > 2:
         run_conversion(base, folder)  # the first one warms caches and the disk
     disk = alternate(rounds, lambda: time_write(folder / "plain", num_bytes), lambda: run_conversion(base, folder))
     document: dict[str, Any] = {
@@ -177,13 +181,13 @@ def measure(folder: Path, *, size: str, source: str | None, rounds: int) -> dict
         "write_ratio": disk["ratio"],
         "disk": disk,
     }
-    if size == "full":
+    if rounds > 2:
         document["same_dtype"] = alternate(
             rounds,
             lambda: time_write(folder / "plain", num_bytes),
             lambda: run_conversion(base, folder, dtype="bfloat16"),
         )
-    grid = [(1, 1), (1, 4), (2, 2), (4, 2)] if size != "quick" else [(4, 4)]
+    grid = [(1, 1), (1, 4), (2, 2), (4, 2)] if rounds > 2 else [(4, 4)]
     document["grid"] = [run_conversion(base, folder, tp_size=tp, workers=workers) for tp, workers in grid]
     runs = [*disk["runs"], *document["grid"]]
     document["peak_over_largest_mib"] = max(run["peak_mib"] for run in runs) - largest / 2**20
@@ -254,6 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--size", choices=["full", "7b"], default="full", help="4 GB, or the 13 GB of a LLaMA 7B")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--source", help="TensorRT-LLM tree whose own converter runs on the same source")
+    parser.add_argument("--rounds", type=int, help="baselines and conversions in turn; 3, or 2 if quick")
     parser.add_argument("--kills", type=int, help="how many conversions to kill and go on with; 20, or 1 if quick")
     parser.add_argument("--folder", type=Path, help="where to work: on the disk to be measured")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
@@ -267,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps(convert(base, out, dtype, int(tp_size), int(workers))))
         return 0
     size = "quick" if options.quick else options.size
-    rounds = {"quick": 2, "7b": 1}.get(size, 3)
+    rounds = options.rounds or {"quick": 2, "7b": 1}.get(size, 3)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         document = measure(Path(folder), size=size, source=options.source, rounds=rounds)
     kills = options.kills if options.kills is not None else (1 if options.quick else 20)
