@@ -47,7 +47,7 @@ def allow_padding(state: PortState, observation: Any) -> Any:
 def penalise_repetition(penalty: float) -> Callable[[PortState, torch.Tensor, Sequence[int], Sequence[int]], Any]:
     """Logits of tokens that the text holds already are divided by the penalty, or multiplied where negative.
 
-    Source: transformers' RepetitionPenaltyLogitsProcessor, and samplingPenaltyKernels.cu of TensorRT-LLM.
+    Source: transformers' RepetitionPenaltyLogitsProcessor, and penaltyKernels.cu of TensorRT-LLM.
     """
 
     def rescore(state: PortState, logits: torch.Tensor, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from tests.diagnosis.clean_ports import measure_clean, study_near_ties
 from tests.diagnosis.planted_faults import FAMILIES, Case, make_healthy, plant_all
 
 RATES_FILE = Path(__file__).resolve().parents[2] / "notebooks" / "howto" / "diagnosis_rates.json"
-SEEDS = 3
+SEEDS, OTHER_BASE = 3, 100
 QUICK_FAMILIES = ("bloom", "llama")
 QUICK_STRIDE = 3
 """The quick run takes every third kind of each of two families."""
@@ -67,7 +67,7 @@ def measure_faults(task: tuple[str, int, int, int]) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         port = make_healthy(Path(folder), family, seed)
-        other = make_healthy(Path(folder), family, seed + SEEDS)
+        other = make_healthy(Path(folder), family, seed + OTHER_BASE)
         shelves: dict[str, Shelf] = {}
         for case in list(plant_all(port, other, family, seed))[start::stride]:
             shelf = shelves.setdefault(case.carrier, Shelf(case.state, keeps=True))
@@ -106,20 +106,33 @@ def build_confusion(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]
     return table
 
 
-def measure(quick: bool, workers: int) -> dict[str, Any]:
-    """Everything, in `workers` processes."""
+def measure(quick: bool, workers: int, keep: Path | None = None, seeds: int = SEEDS) -> dict[str, Any]:
+    """Everything, in `workers` processes.
+
+    Args:
+        quick: two families, one seed, every third kind, two clean ports.
+        workers: processes.
+        keep: finished parts are kept here, and taken from here when the run is started again.
+        seeds: random bases per family.
+    """
     started = time.perf_counter()
     families = QUICK_FAMILIES if quick else FAMILIES
-    seeds = 1 if quick else SEEDS
-    faults = [
-        (family, seed, QUICK_STRIDE if quick else 1, place % QUICK_STRIDE if quick else 0)
-        for place, family in enumerate(families)
-        for seed in range(seeds)
-    ]
-    clean = [(family, seed, quick) for family in families for seed in range(seeds)]
+    seeds = 1 if quick else seeds
+    tasks: list[tuple[Any, ...]] = []
+    for seed in range(seeds):
+        stride = QUICK_STRIDE if quick else 1
+        tasks += [("faults", family, seed, stride, place % stride) for place, family in enumerate(families)]
+        tasks += [("clean", family, seed, quick) for family in families]
+    finished = read_finished(keep)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        fault_rows = [row for rows in pool.map(measure_faults, faults) for row in rows]
-        clean_rows = [row for rows in pool.map(measure_clean, clean) for row in rows]
+        waiting = {pool.submit(run_task, task): task for task in tasks if repr(task) not in finished}
+        for done in as_completed(waiting):
+            finished[repr(waiting[done])] = done.result()
+            if keep is not None:
+                with keep.open("a", encoding="utf-8") as stream:
+                    stream.write(json.dumps([repr(waiting[done]), done.result()]) + "\n")
+    fault_rows = [row for task in tasks if task[0] == "faults" for row in finished[repr(task)]]
+    clean_rows = [row for task in tasks if task[0] == "clean" for row in finished[repr(task)]]
     with_logits = [row for row in fault_rows if row["from"] == LOGITS]
     alone = [row for row in fault_rows if row["from"] == TOKENS]
     rates = count_rates(with_logits)
@@ -141,6 +154,18 @@ def measure(quick: bool, workers: int) -> dict[str, Any]:
     }
 
 
+def run_task(task: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """One part: the faults of a port, or the clean ports of a base."""
+    return measure_faults(task[1:]) if task[0] == "faults" else measure_clean(task[1:])
+
+
+def read_finished(keep: Path | None) -> dict[str, list[dict[str, Any]]]:
+    """The parts that an earlier run has finished."""
+    if keep is None or not keep.is_file():
+        return {}
+    return dict(json.loads(line) for line in keep.read_text(encoding="utf-8").splitlines())
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the rates and every failure, or one JSON document."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -148,8 +173,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--write", action="store_true", help=f"keep the result in {RATES_FILE.name}")
     parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="random bases per family")
+    parser.add_argument("--keep", type=Path, help="keep finished parts in this file, and go on from it")
     options = parser.parse_args(arguments)
-    document = measure(options.quick, options.workers)
+    document = measure(options.quick, options.workers, options.keep, options.seeds)
     if options.write:
         RATES_FILE.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if options.json:

@@ -47,7 +47,8 @@ CONFIG_FAULTS: tuple[Fault, ...] = (
         kind="config",
         title="rotary share ignored: whole heads rotated",
         symptom="wrong from the first token on",
-        cause="rotary_pct (partial_rotary_factor, rotary_dim) missing from config.json: it defaults to the whole head",
+        cause="rotary_pct (partial_rotary_factor, rotary_dim) missing from config.json: the class has a default of its "
+        "own, the whole head or another share",
         fix="write rotary_pct (Phi: partial_rotary_factor, GPT-J: rotary_dim) into config.json",
         releases=ALL,
         source="models/gptneox/model.py and models/phi/model.py, set_if_not_exist, 0.11.0.dev2024062500",
