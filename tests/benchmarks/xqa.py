@@ -45,7 +45,7 @@ HEAD_SIZES, GROUPS, PASTS = (64, 128), (1, 3, 4, 7, 8), (41, 1500)
 TREES = {16: "small_4", 64: "mc_sim_7b_63"}
 KV_HEADS = 4
 # content dims, head size of the kernel, longest sequence: what fold_alibi does for each head size of the model
-ALIBI_CASES = ((64, 128, 2048), (80, 128, 2048), (96, 128, 2048), (112, 128, 2048))
+ALIBI_CASES = ((64, 128, 2048), (80, 128, 2048), (96, 128, 2048), (112, 128, 2048), (116, 128, 1024))
 ALIBI_HEADS = 32
 # query heads, key/value heads, head size, past
 TIMED = ((32, 32, 128, 1000), (32, 32, 128, 2000), (28, 4, 128, 1000), (9, 3, 64, 1000), (32, 32, 64, 1000))
