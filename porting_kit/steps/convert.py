@@ -20,6 +20,9 @@ from porting_kit.steps.progress import ProgressBar
 
 __all__ = ["RECEIPT", "TREE_FILE", "ConvertResult", "EstimateResult", "convert_port", "estimate_port"]
 
+ANNOUNCED_BYTES = 256 << 20
+"""A conversion that takes a moment says beforehand what it needs."""
+
 
 @dataclass(frozen=True)
 class ConvertResult:
@@ -60,6 +63,9 @@ def convert_port(run: PortRun, *, verify: bool = True, workers: int | None = Non
         inputs = open_conversion(run.port, check_values=True)
         activations = measure_port_activations(run.port, inputs.source_tree, inputs.fit)
         with ProgressBar("convert") as bar:
+            expected = estimate_conversion(inputs.plan(), inputs.sources, run.folder.checkpoint)
+            if expected.output_bytes > ANNOUNCED_BYTES:
+                bar.say(expected.describe())
             options = {
                 "heads": inputs.heads,
                 "release": inputs.release,

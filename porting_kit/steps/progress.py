@@ -32,6 +32,10 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.close()
 
+    def say(self, text: str) -> None:
+        """One line before the work begins."""
+        print(f"{self.word}: {text}", file=self.stream)
+
     def show(self, progress: Progress) -> None:
         """Draw the state; nothing in the first second."""
         from tqdm import tqdm

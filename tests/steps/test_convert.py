@@ -36,6 +36,14 @@ def test_the_estimate_converts_nothing_and_fits_what_is_written(port: Path, tmp_
     assert estimate.document()["estimate"]["seconds"] > 0
 
 
+def test_a_large_conversion_says_first_what_it_needs(port: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    convert_port(open_run(port, tmp_path / "small"))
+    assert "GiB to write" not in capsys.readouterr().err
+    monkeypatch.setattr("porting_kit.steps.convert.ANNOUNCED_BYTES", 1000)
+    convert_port(open_run(port, tmp_path / "large"))
+    assert "GiB to write" in capsys.readouterr().err
+
+
 def test_a_base_checkpoint_gives_the_same_as_the_base(port: Path, tmp_path: Path) -> None:
     whole, joined = open_run(port, tmp_path / "whole", tp_size=2), tmp_path / "joined"
     convert_port(whole)
