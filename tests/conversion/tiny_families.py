@@ -16,8 +16,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from porting_kit.coverage import cases as coverage_cases
 from porting_kit.coverage.plain_decoders import Grok
-from porting_kit.coverage.reference_models import ModelSize
+from porting_kit.coverage.reference_models import ModelSize, make_reference, save_reference
 
 E, L, H, K, V, I, S = 64, 2, 8, 2, 161, 128, 128  # noqa: E741 - the letters of the package
 LIKE_LLAMA = {
@@ -61,6 +62,7 @@ class TinyCase:
         edit_reference: changes the reference so that it computes what TensorRT-LLM computes by design.
         since: releases before this one differ by design.
         prepare: changes the model before it is saved.
+        covered: the variant of `porting_kit.coverage` that serves here as well.
         edited: for families newer than any tree at hand: how the class of an older release becomes theirs.
     """
 
@@ -72,10 +74,16 @@ class TinyCase:
     since: str | None = None
     prepare: Callable[[Any], None] | None = None
     edited: EditedClass | None = None
+    covered: str | None = None
 
 
 def save_tiny(case: TinyCase, folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """Write the model to `folder` and return the reference, in float32, on the weights as saved."""
+    if case.covered is not None:
+        covered = next(each for each in coverage_cases.CASES if each.name == case.covered)
+        model = make_reference(covered).to(dtype).float()
+        save_reference(covered, model, folder)
+        return model
     if case.make_config is None:
         model = Grok(ModelSize())
         model.save_pretrained(folder)
@@ -393,6 +401,11 @@ CASES: dict[str, TinyCase] = {
         lambda: transformers.Gemma2Config(**LIKE_LLAMA, head_dim=16, query_pre_attn_scalar=24, **_rope()),
     ),
     "grok": TinyCase("grok", None),
+    "arctic": TinyCase("arctic", None, covered="arctic"),
+    "exaone": TinyCase("exaone", None, covered="exaone"),
+    "jais": TinyCase("jais", None, covered="jais"),
+    "phi3_small": TinyCase("phi3_small", None, covered="phi3_small, no blocks"),
+    "phimoe": TinyCase("phimoe", None, covered="phimoe"),
     # one rotary base and no short window, so that the older class computes the same; both are told apart by the config
     "gemma3": TinyCase(
         "gemma3",
