@@ -80,6 +80,7 @@ def test_training_writes_heads_a_card_and_a_tree(port: Path, variant: str):
     assert not list((port / "run" / "heads").glob("training-*.pt"))
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_goes_on(port: Path, tmp_path: Path):
     """The process is interrupted in the middle; the same command ends it, and the heads are those of a whole run."""
     import signal

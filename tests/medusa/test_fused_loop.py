@@ -37,9 +37,9 @@ def build(family: str, device: str = "cpu", dtype: str = "float32") -> EmulatedM
     return emulator.build_model(config, tensors, dtype=dtype, **arguments)
 
 
-@pytest.fixture(scope="module", params=["llama", "bloom", "gptneox"])
-def model(request) -> EmulatedModel:
-    return build(request.param)
+@pytest.fixture(scope="module")
+def model() -> EmulatedModel:
+    return build("bloom")
 
 
 def count_programs(model: EmulatedModel) -> int:

@@ -27,7 +27,7 @@ from tests.medusa.reference_decoding import decode_with_reference, load_referenc
 
 SOURCE = os.environ.get("MEDUSA_SOURCE")
 SMOLLM2 = Path(__file__).resolve().parents[2] / "notebooks" / "ports" / "smollm2"
-PROMPTS, NEW_TOKENS = 20, 24
+PROMPTS, NEW_TOKENS = 20, 16
 
 pytestmark = [
     pytest.mark.upstream,
@@ -71,7 +71,7 @@ def test_tokens_and_accepted_lengths_are_the_references(utils):
     model = open_emulator(source).build_model(
         config, tensors, module_source=module.source, class_name=module.class_name
     )
-    tree = read_tree("small_4")
+    tree = read_tree("small_2")
     lines = (SMOLLM2 / "prompts.txt").read_text(encoding="utf-8").splitlines()
     words = " ".join(lines).split()
     texts = [*lines, *(" ".join(words[5 * i : 5 * i + 9]) for i in range(PROMPTS - len(lines)))]
