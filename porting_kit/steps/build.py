@@ -20,6 +20,7 @@ from porting_kit.engine.plan import plan_build
 from porting_kit.engine.record import write_record
 from porting_kit.engine.run import CommandRun, find_environment, run_command
 from porting_kit.engine.run_script import write_prompt_file
+from porting_kit.errors import PortingKitError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.run_folder import write_json, write_text
 from porting_kit.steps.context import PortRun, finish_step, running_step
@@ -31,7 +32,7 @@ PLAN_FILE = "build_plan.json"
 SCRIPT_FILE = "build.sh"
 RUN_FILE = "run.sh"
 PROMPTS_FILE = "prompts.csv"
-WRITTEN = (PLAN_FILE, SCRIPT_FILE, SCRIPT_NAME, RUN_FILE, PROMPTS_FILE)
+KIT_FILES = (SCRIPT_NAME, RUN_FILE, PROMPTS_FILE)
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,18 @@ class BuildResult:
         outcome: the step's outcome.
         plan: the build's command, paths in the run folder.
         run: how it went; None when nothing was to be run.
-        run_plan: the command for TensorRT-LLM's own run script on the port's prompts.
+        run_plan: the command for TensorRT-LLM's own run script on the port's prompts; None without a capture script.
     """
 
     outcome: StepOutcome
     plan: CommandPlan
     run: CommandRun | None
     run_plan: CommandPlan | None = None
+
+    @property
+    def run_text(self) -> str:
+        """The run script's command as text, or where to read why there is none."""
+        return "none: the remarks say why" if self.run_plan is None else self.run_plan.shell
 
     def document(self) -> dict[str, Any]:
         """The `--json` document, with the plan."""
@@ -81,10 +87,11 @@ def build_port(
         plan, basis = plan_port(run, run.folder.root, keep_logits)
         portable, _ = plan_port(run, Path(), keep_logits)
         write_json(run.folder.engine / PLAN_FILE, portable.as_dict())
-        write_text(run.folder.engine / SCRIPT_FILE, _as_script(portable, record=True))
         run_plan, remarks = _write_capture_kit(run, portable)
+        write_text(run.folder.engine / SCRIPT_FILE, _as_script(portable, record=run_plan is not None))
         executed = None if plan_only else _execute(run, plan, on_phase, time_limit_seconds)
-        outcome = _judge(plan, basis, executed, remarks)
+        written = (PLAN_FILE, SCRIPT_FILE, *(KIT_FILES if run_plan else ()))
+        outcome = _judge(plan, basis, executed, remarks, written)
         return BuildResult(finish_step(run, outcome, watch), portable, executed, run_plan)
 
 
@@ -122,12 +129,20 @@ def plan_port(run: PortRun, root: Path, keep_logits: bool = False) -> tuple[Comm
     return plan, basis
 
 
-def _write_capture_kit(run: PortRun, plan: CommandPlan) -> tuple[CommandPlan, tuple[str, ...]]:
-    """The capture script, and the same prompts with the command for upstream's run script."""
+def _write_capture_kit(run: PortRun, plan: CommandPlan) -> tuple[CommandPlan | None, tuple[str, ...]]:
+    """The capture script, and the same prompts with the command for upstream's run script.
+
+    A base whose config or tokenizer cannot be read here can still be built: then there is a remark, and no script.
+    """
     from porting_kit.steps.capture_request import make_capture_request, plan_run_script
     from porting_kit.steps.preflight import open_port_tree
 
-    wanted = make_capture_request(run, plan.release)
+    for name in KIT_FILES:
+        (run.folder.engine / name).unlink(missing_ok=True)
+    try:
+        wanted = make_capture_request(run, plan.release)
+    except PortingKitError as error:
+        return None, (f"no capture script: {error.subject}",)
     write_script(run.folder.engine / SCRIPT_NAME, wanted.request)
     write_prompt_file(run.folder.engine / PROMPTS_FILE, wanted.request["prompts"])
     tree = open_port_tree(run.port)
@@ -169,7 +184,9 @@ def _execute(
     return executed
 
 
-def _judge(plan: CommandPlan, basis: str, executed: CommandRun | None, remarks: tuple[str, ...]) -> StepOutcome:
+def _judge(
+    plan: CommandPlan, basis: str, executed: CommandRun | None, remarks: tuple[str, ...], written: tuple[str, ...]
+) -> StepOutcome:
     figures: dict[str, Any] = {
         "release": plan.release,
         "release_basis": basis,
@@ -177,7 +194,7 @@ def _judge(plan: CommandPlan, basis: str, executed: CommandRun | None, remarks: 
         "flags": len(plan.flags),
         "remarks": [*plan.remarks, *remarks],
     }
-    products = tuple(f"engine/{name}" for name in WRITTEN)
+    products = tuple(f"engine/{name}" for name in written)
     if executed is None:
         summary = f"plan for TensorRT-LLM {plan.release} written, nothing run"
         return StepOutcome("build", Verdict.PASS, summary, figures=figures | {"plan_only": True}, products=products)

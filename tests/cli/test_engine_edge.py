@@ -48,3 +48,13 @@ def test_a_plan_leaves_everything_the_other_machine_needs(port, tmp_path, name):
     assert f"engine/{name}" in document["products"]
     assert (out / "engine" / name).stat().st_size
     assert json.loads((out / "engine" / "build_plan.json").read_text())["release"] == "0.13.0"
+
+
+def test_a_base_whose_prompts_cannot_be_made_is_still_planned(port, tmp_path):
+    out = tmp_path / "run"
+    port.edit_port(alignment={"prompts": ["a text, and no tokenizer"], "new_tokens": 8})
+    code, document, _ = call("build", port.file, "--plan-only", "-p", "trtllm.release=0.13.0", "--out", out)
+    assert (code, document["verdict"]) == (0, "pass")
+    assert any(remark.startswith("no capture script") for remark in document["figures"]["remarks"])
+    assert not (out / "engine" / "capture.py").exists()
+    assert "capture.py" not in (out / "engine" / "build.sh").read_text()
