@@ -48,6 +48,10 @@ EXCEPTIONS = {
         "porting_kit/steps/demo.py",
         "display",
     ): "the demo's side-by-side page, the same",
+    (
+        "porting_kit/steps/diagnose.py",
+        "display",
+    ): "the page of a diagnosis, the same",
 }
 # Who may import a heavy package, and then only inside a function.
 EDGES = {"tensorrt_llm": ("engine",), "tensorrt": ("engine",), "flashinfer": ("emulator",), "playwright": ()}
