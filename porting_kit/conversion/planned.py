@@ -142,7 +142,10 @@ class TargetFit(Protocol):
 
 def plan_scalars(plan: ConversionPlan) -> Mapping[str, float]:
     """Numbers of the config that `Scale` may name."""
-    values = {**plan.base.raw, **{name: getattr(plan.base, name) for name in ("q_scaling", "head_size", "output_scale")}}
+    values = {
+        **plan.base.raw,
+        **{name: getattr(plan.base, name) for name in ("q_scaling", "head_size", "output_scale")},
+    }
     values["sqrt_hidden_size"] = math.sqrt(plan.base.hidden_size)
     return {name: value for name, value in values.items() if isinstance(value, (int, float))}
 
