@@ -11,19 +11,19 @@ import torch.distributed as dist
 from porting_kit.errors import PortingKitError
 from porting_kit.steps.align import align_session
 from porting_kit.steps.alignment_session import AlignmentSession, current_rank
-from porting_kit.steps.ranks import RESULT_FILE, RUN_FILE, describe_error, join_ranks
+from porting_kit.steps.ranks import ERROR_FILE, RESULT_FILE, RUN_FILE, describe_error, join_ranks
 
 
 def main(folder: Path) -> None:
-    """Run the alignment; the first rank leaves the result, or the error, in `folder`."""
+    """Run the alignment; the first rank leaves the result in `folder`, any rank its error."""
     run = pickle.loads((folder / RUN_FILE).read_bytes())
     try:
         join_ranks(run)
-        found = ("result", align_session(AlignmentSession(run)))
+        result = align_session(AlignmentSession(run))
+        if current_rank() == 0:
+            (folder / RESULT_FILE).write_bytes(pickle.dumps(result))
     except PortingKitError as error:
-        found = ("error", describe_error(error))
-    if current_rank() == 0:
-        (folder / RESULT_FILE).write_bytes(pickle.dumps(found))
+        (folder / ERROR_FILE.format(rank=current_rank())).write_bytes(pickle.dumps(describe_error(error)))
     if dist.is_initialized():
         dist.destroy_process_group()
 

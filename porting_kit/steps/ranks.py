@@ -32,7 +32,7 @@ from porting_kit.steps.alignment_session import AlignmentSession, current_rank
 from porting_kit.steps.context import PortRun
 from porting_kit.steps.conversion_inputs import open_conversion
 
-RUN_FILE, RESULT_FILE = "run.pickle", "result.pickle"
+RUN_FILE, RESULT_FILE, ERROR_FILE = "run.pickle", "result.pickle", "error{rank}.pickle"
 
 
 def world_size(run: PortRun) -> int:
@@ -79,7 +79,7 @@ def launch_ranks(run: PortRun) -> AlignmentResult:
     """Run the alignment in one process a rank. Returns what the first rank found.
 
     Raises:
-        what the alignment raises in the first rank; EmulatorError when a process dies.
+        what the alignment raises in any rank; EmulatorError when a process dies.
     """
     ranks = world_size(run)
     with tempfile.TemporaryDirectory(prefix="porting-kit-ranks-") as name:
@@ -89,6 +89,10 @@ def launch_ranks(run: PortRun) -> AlignmentResult:
         command += ["-m", "porting_kit.steps.rank_process", str(folder)]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        # all of these were written a moment ago by our own processes, into a folder that only this user can open
+        errors_found = sorted(folder.glob(ERROR_FILE.format(rank="*")))
+        if errors_found:  # the other ranks then end for want of this one
+            raise rebuild_error(*pickle.loads(errors_found[0].read_bytes()))
         if done.returncode or not (folder / RESULT_FILE).is_file():
             raise EmulatorError(
                 "a rank's process died",
@@ -97,11 +101,7 @@ def launch_ranks(run: PortRun) -> AlignmentResult:
                 next_step="run one of them alone to see more: torchrun --nproc-per-node "
                 f"{ranks} -m porting_kit align PORT.yaml",
             )
-        # written a moment ago by our own process, into a folder that only this user can open
-        kind, content = pickle.loads((folder / RESULT_FILE).read_bytes())
-    if kind == "error":
-        raise _rebuild_error(*content)
-    return content
+        return pickle.loads((folder / RESULT_FILE).read_bytes())
 
 
 def _last_words(stderr: str) -> str:
@@ -118,7 +118,8 @@ def describe_error(error: PortingKitError) -> tuple[str, dict[str, Any]]:
     return str(fields.pop("kind")), fields
 
 
-def _rebuild_error(kind: str, fields: dict[str, Any]) -> PortingKitError:
+def rebuild_error(kind: str, fields: dict[str, Any]) -> PortingKitError:
+    """The error that `describe_error` described; one of a module of its own comes back as the base class."""
     cls = getattr(errors, kind, PortingKitError)
     return cls(fields.pop("subject"), **fields)
 

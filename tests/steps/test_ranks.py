@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from porting_kit.errors import EmulatorError, PortFileError
+from porting_kit.errors import CheckpointError, KernelRefusal, PortFileError, PortingKitError
 from porting_kit.outcomes import Verdict
 from porting_kit.steps.align import align_port
 from porting_kit.steps.convert import convert_port
 from porting_kit.steps.proof import prove_port
-from porting_kit.steps.ranks import describe_error, join_ranks, launch_ranks, needs_ranks
+from porting_kit.steps.ranks import describe_error, join_ranks, needs_ranks, rebuild_error
 from tests.conversion.shard_changes import cut_bias_equally, deal_kv_heads, exchange_parts
 from tests.steps.sharded_port import change_ranks, open_run, write_port
 
@@ -142,11 +142,18 @@ def test_processes_are_needed_for_ranks_only(port: Path, tmp_path: Path, monkeyp
         join_ranks(run)
 
 
-def test_an_error_of_a_rank_is_raised_again(port: Path, tmp_path: Path) -> None:
-    """The checkpoint of a run that was never converted: the first rank's error comes back as it was."""
+@pytest.mark.parametrize("kind", [PortFileError, KernelRefusal])
+def test_an_error_crosses_processes_as_it_is(kind: type[PortingKitError]) -> None:
+    error = kind("subject", expected=1, found=2, where="here", items=["x"], next_step="do")
+    again = rebuild_error(*describe_error(error))
+    assert (type(again), again.message, again.exit_code) == (kind, error.message, error.exit_code)
+
+
+@pytest.mark.slow
+def test_an_error_of_any_rank_is_raised_again(port: Path, tmp_path: Path) -> None:
+    """The second rank's file is gone: its own error comes back, not that the first one waited for it in vain."""
     run = open_run(port, tmp_path / "run", tp_size=2)
-    with pytest.raises(Exception, match=r".") as caught:
-        launch_ranks(run)
-    assert not isinstance(caught.value, EmulatorError) or "died" in str(caught.value)
-    kind, fields = describe_error(PortFileError("subject", expected=1, found=2, items=["x"]))
-    assert (kind, fields["expected"], fields["items"]) == ("PortFileError", "1", ["x"])
+    convert_port(run)
+    (run.folder.checkpoint / "rank1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="a checkpoint file is missing"):
+        align_port(run)
