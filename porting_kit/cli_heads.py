@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from porting_kit.errors import RunFolderError
 
 Report = Callable[[Callable[[], Any], Callable[[Any], str], bool], None]
 
@@ -35,7 +39,16 @@ def build_heads_app(report: Report, parse_overrides: Callable[[Any], dict[str, A
     def open_run(port_file: Path, run_folder: Path | None, parameter: list[str] | None) -> Any:
         from porting_kit.steps.context import open_port_run
 
-        return open_port_run(port_file, run_folder=run_folder, overrides=parse_overrides(parameter))
+        # Processes of one torchrun make the folder at the same time: one may see it half made.
+        attempts = 1 if int(os.environ.get("WORLD_SIZE", "1")) == 1 else 30
+        for attempt in range(attempts):
+            try:
+                return open_port_run(port_file, run_folder=run_folder, overrides=parse_overrides(parameter))
+            except RunFolderError:
+                if attempt == attempts - 1:
+                    raise
+                time.sleep(0.5)
+        return None
 
     @app.command()
     def train(

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from porting_kit.errors import HeadsError
+from porting_kit.errors import HeadsError, TreeError
 from porting_kit.medusa.head_ranks import HeadAccuracy, measure_accuracy, measure_ranks, replay_steps
 from porting_kit.medusa.heads import MedusaHeads, save_heads
 from porting_kit.medusa.self_distillation import (
@@ -192,7 +192,12 @@ def train_on_continuations(
         report(f"head {head.head}: top-1 {head.top1:.3f}, top-5 {head.top5:.3f} of {head.positions} positions")
     # the tree is chosen on one half and judged on the other, so that its figure is no fit to its own data
     half = len(ranks) // 2
-    paths = choose_paths(ranks[:half], num_nodes=settings.tree_nodes)
+    try:
+        paths = choose_paths(ranks[:half], num_nodes=settings.tree_nodes)
+    except TreeError as reason:
+        # Trained heads are kept even where too little was held out, or they say too little, to choose a tree.
+        report(f"no tree can be chosen ({reason.subject}); the first head's best token stands for one")
+        paths = ((0,),)
     tokens_per_step = replay_steps(ranks[half:], paths)
     report(f"{tokens_per_step:.3f} tokens per step with {len(paths) + 1} tree nodes")
     return TrainedHeads(

@@ -222,6 +222,9 @@ class TrainingRun:
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.shuffle.set_state(state["shuffle"].cpu())
+        if self.rank:
+            # The file has the first process's order; another one must not draw the same positions.
+            self.shuffle.manual_seed((self.settings.seed + self.step) * self.world_size + self.rank)
 
 
 def mean_loss(
