@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +15,10 @@ from porting_kit.errors import VerdictFailed
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.port import Port, load_port
 from porting_kit.provenance import fingerprint_path, hash_value
-from porting_kit.run_folder import RunFolder, open_run_folder
+from porting_kit.run_folder import MARKER, RunFolder, open_run_folder
 
 RUNS_FOLDER = "runs"
+OPENING_SECONDS = 30.0
 
 # Which fields of the port a step's result depends on.
 STEP_FIELDS = {
@@ -84,6 +86,7 @@ def open_port_run(
     port = load_port(port_file, overrides)
     use_port_family(port)
     root = Path(run_folder) if run_folder else Path(RUNS_FOLDER) / port.name
+    _let_first_rank_open(root)
     return PortRun(port=port, folder=open_run_folder(root, port.name), port_file=Path(port_file).resolve())
 
 
@@ -95,6 +98,13 @@ def use_port_family(port: Port) -> None:
     """
     if port.architecture_path is not None:
         use_family_file(port.architecture_path)
+
+
+def _let_first_rank_open(root: Path) -> None:
+    """Under torchrun the first rank makes the run folder; the others wait, or they would find it half made."""
+    deadline = time.monotonic() + OPENING_SECONDS
+    while os.environ.get("RANK", "0") != "0" and not (root / MARKER).is_file() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def require_pass(outcome: StepOutcome) -> str:

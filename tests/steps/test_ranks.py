@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,14 @@ def test_an_error_of_any_rank_is_raised_again(port: Path, tmp_path: Path) -> Non
     (run.folder.checkpoint / "rank1.safetensors").unlink()
     with pytest.raises(CheckpointError, match="a checkpoint file is missing"):
         align_port(run)
+
+
+def test_other_ranks_wait_for_the_first_to_make_the_run_folder(port: Path, tmp_path: Path, monkeypatch) -> None:
+    """Without waiting they would meet a folder that is there and has no marker yet."""
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / ".run.json.half").write_text("{")
+    monkeypatch.setenv("RANK", "1")
+    timer = threading.Timer(0.3, lambda: (root / "run.json").write_text('{"port": "sharded"}'))
+    timer.start()
+    assert open_run(port, root, tp_size=2).folder.root == root
