@@ -51,7 +51,8 @@ def measure_port(port: TinyPort, new_tokens: int) -> dict[str, Any]:
         if diagnosis.cause is fault:
             outcome = "tied" if diagnosis.ties else "named"
         else:
-            outcome = "tied" if fault in diagnosis.ties else ("not named" if diagnosis.cause is None else "misnamed")
+            tied = fault in [tie.fault for tie in diagnosis.ties]
+            outcome = "tied" if tied else "not named" if diagnosis.cause is None else "misnamed"
         named[outcome] += 1
         if outcome != "named":
             details.append({"fault": fault.name, "outcome": outcome, "verdict": diagnosis.verdict})
