@@ -67,6 +67,7 @@ def stage_sources(staging: Path, runs: Path) -> str:
         (staging / notebook.name).write_text(text, encoding="utf-8")
     for page in [*SITE.glob("*.md"), ROOT / "README.md"]:
         text = page.read_text(encoding="utf-8").replace("{{ outputs }}", outputs)
+        text = text.replace("](notebooks/howto/", "](howto/")  # the README's links start at the repository
         (staging / page.name).write_text(text, encoding="utf-8")
     return outputs
 

@@ -6,7 +6,6 @@ without loading anything again.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -56,6 +55,7 @@ from porting_kit.steps.preflight import (
     target_profile,
     target_release,
 )
+from porting_kit.steps.prerequisites import read_checkpoint_document
 from porting_kit.steps.prompts import tokenize_prompts
 
 
@@ -167,7 +167,7 @@ class AlignmentSession:
     @property
     def approximate_fit_notes(self) -> tuple[str, ...]:
         """What an approximate kernel fit did to the checkpoint; empty when there is none or it is exact."""
-        config = json.loads((self.run.folder.checkpoint / "config.json").read_text(encoding="utf-8"))
+        config = read_checkpoint_document(self.run)
         record = config.get(CONFIG_KEY)
         if not record or record["exact"]:
             return ()
@@ -179,7 +179,7 @@ class AlignmentSession:
         Raises:
             CheckpointError: they do.
         """
-        config = json.loads((self.run.folder.checkpoint / "config.json").read_text(encoding="utf-8"))
+        config = read_checkpoint_document(self.run)
         require_length(config, max(map(len, self.prompts)) + self.run.port.alignment.new_tokens)
 
     @property

@@ -7,7 +7,6 @@ capture script, which runs the engine there on the port's prompts, and the comma
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.run_folder import write_json, write_text
 from porting_kit.steps.context import PortRun, finish_step, running_step
 from porting_kit.steps.convert import TREE_FILE
-from porting_kit.steps.prerequisites import require_steps
+from porting_kit.steps.prerequisites import read_checkpoint_document, require_steps
 
 ENGINE = "trtllm"
 PLAN_FILE = "build_plan.json"
@@ -105,8 +104,8 @@ def plan_port(run: PortRun, root: Path, keep_logits: bool = False) -> tuple[Comm
     port = run.port
     source_tree = open_port_tree(port)
     patch = run.folder.outcome("patch")
-    config = json.loads((run.folder.checkpoint / "config.json").read_text(encoding="utf-8"))
-    choices = json.loads((run.folder.checkpoint / TREE_FILE).read_text(encoding="utf-8"))
+    config = read_checkpoint_document(run)
+    choices = read_checkpoint_document(run, TREE_FILE)
     release = target_profile(port, source_tree).release
     basis = "the release the port names"
     if release is None:
@@ -172,7 +171,7 @@ def _execute(
         environment=environment,
     )
     if executed.verdict is Verdict.PASS:
-        choices = json.loads((run.folder.checkpoint / TREE_FILE).read_text(encoding="utf-8"))
+        choices = read_checkpoint_document(run, TREE_FILE)
         write_record(
             folder,
             plan=plan,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from porting_kit.errors import PortFileError
 from porting_kit.source_tree import SourceTree
 from porting_kit.steps.context import PortRun
 from porting_kit.steps.convert import TREE_FILE
+from porting_kit.steps.prerequisites import read_checkpoint_document
 from porting_kit.steps.prompts import tokenize_prompts
 
 MOST_FILLED = 64
@@ -46,8 +46,8 @@ def make_capture_request(run: PortRun, release: str) -> CaptureRequest:
         BaseModelError: the base's config cannot be read.
     """
     port, target = run.port, run.port.target
-    config = json.loads((run.folder.checkpoint / "config.json").read_text(encoding="utf-8"))
-    choices = json.loads((run.folder.checkpoint / TREE_FILE).read_text(encoding="utf-8"))
+    config = read_checkpoint_document(run)
+    choices = read_checkpoint_document(run, TREE_FILE)
     settings, tokenizer = read_reference_settings(port.base_path)
     prompts, _ = tokenize_prompts(port, tokenizer, config["vocab_size"])
     longest = min(target.max_input_len, target.max_seq_len - port.alignment.new_tokens)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from typing import Any
 
-from porting_kit.errors import PatchError
+from porting_kit.errors import CheckpointError, PatchError
 from porting_kit.outcomes import Verdict
 from porting_kit.steps.context import PortRun
 
@@ -31,6 +33,21 @@ def require_steps(run: PortRun, *steps: str) -> None:
                 where=run.folder.step(step),
                 next_step=outcome.figures.get("next_step"),
             )
+
+
+def read_checkpoint_document(run: PortRun, name: str = "config.json") -> Any:
+    """A JSON file of the run's checkpoint: its config, or its tree.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    file = run.folder.checkpoint / name
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            "a checkpoint file is damaged", found=error, where=file, next_step="convert the checkpoint again"
+        ) from error
 
 
 def _run_step(run: PortRun, step: str) -> None:

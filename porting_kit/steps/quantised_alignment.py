@@ -6,7 +6,6 @@ the precision. The distance to the original is bounded by the format's width, an
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from porting_kit.run_folder import write_json
 from porting_kit.steps.align import AlignResult
 from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.context import PortRun, Stopwatch
-from porting_kit.steps.prerequisites import require_steps
+from porting_kit.steps.prerequisites import read_checkpoint_document, require_steps
 
 RESULT_FILE = "quantised_alignment.json"
 DISTANCE_BOUNDS = {
@@ -54,7 +53,7 @@ def align_quantised(run: PortRun, checkpoint: Path) -> AlignResult:
             where=checkpoint,
         )
     session = AlignmentSession(run)
-    port_config = json.loads((run.folder.checkpoint / "config.json").read_text(encoding="utf-8"))
+    port_config = read_checkpoint_document(run)
     for name in ("architecture", "hidden_size", "num_hidden_layers", "vocab_size"):
         if read.config.get(name) != port_config.get(name):
             raise CheckpointError(

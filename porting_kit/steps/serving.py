@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from porting_kit.run_folder import write_text
 from porting_kit.steps.build import ENGINE, plan_port
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.convert import TREE_FILE
-from porting_kit.steps.prerequisites import require_steps
+from porting_kit.steps.prerequisites import read_checkpoint_document, require_steps
 
 FOLDER = "serving"
 PBTXT_FILE, SNIPPET_FILE = "config.pbtxt", "serve.py"
@@ -60,7 +59,7 @@ def write_serving(run: PortRun, *, engine_dir: Path | None = None, check: Sequen
     """
     require_steps(run, "patch", "convert")
     watch = Stopwatch()
-    choices = json.loads((run.folder.checkpoint / TREE_FILE).read_text(encoding="utf-8"))
+    choices = read_checkpoint_document(run, TREE_FILE)
     plan, _ = plan_port(run, Path())
     folder = engine_dir or run.folder.engine / ENGINE
     is_built = engine_dir is not None or (folder / "config.json").is_file()
@@ -104,7 +103,7 @@ def _check_file(file: Path, engine: EngineConfig, choices: list[list[int]], rele
 
 def _planned_engine(run: PortRun, release: str) -> EngineConfig:
     """The engine that the plan would build."""
-    config = json.loads((run.folder.checkpoint / "config.json").read_text(encoding="utf-8"))
+    config = read_checkpoint_document(run)
     target = run.port.target
     return EngineConfig(
         release=release,

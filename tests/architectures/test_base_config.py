@@ -149,7 +149,7 @@ def test_tensors_decide_when_no_name_is_known() -> None:
     with pytest.raises(BaseModelError, match="no known model family fits") as caught:
         find_family(raw, ["model.layers.0.strange.weight"])
     assert caught.value.items == tuple(sorted(load_families()))
-    assert "new family is one module" in caught.value.next_step
+    assert "new family is one file" in caught.value.next_step
 
 
 def test_a_silent_config_is_settled_by_the_tensors() -> None:
