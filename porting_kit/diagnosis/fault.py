@@ -40,6 +40,8 @@ class Fault:
         rescore: (port, logits [n, V], prompt, tokens) -> the logits that chose; None takes them as they are.
         rescores: other forms of it.
         accepts_fewer: it says no more of a step than that it accepts fewer drafts than the healthy port.
+        follows_length: a step computes what its length so far asks for, so that one pass over the whole text is another
+            computation: it is replayed.
         is_broad: it would explain much that is something else, so it is named only when no other fault fits.
     """
 
@@ -59,6 +61,7 @@ class Fault:
     rescore: Callable[[PortState, Any, Any, Any], Any] | None = None
     rescores: tuple[Callable[[PortState, Any, Any, Any], Any], ...] = ()
     accepts_fewer: bool = False
+    follows_length: bool = False
     is_broad: bool = False
 
     def __post_init__(self) -> None:

@@ -212,7 +212,7 @@ class Search:
 
     @staticmethod
     def _needs_replay(faults: Sequence[Fault]) -> bool:
-        return any(fault.phase in (GENERATION, DRAFTS) for fault in faults)
+        return any(fault.phase in (GENERATION, DRAFTS) or fault.follows_length for fault in faults)
 
     def _try_reading(self, fault: Fault) -> Hypothesis:
         """A fault of the comparison: the healthy port, the observation read in another way."""

@@ -41,6 +41,7 @@ CONFIG_FAULTS: tuple[Fault, ...] = (
         source="examples/medusa/convert_checkpoint.py, 0.14.0.dev2024100800 and b93e14ca",
         apply=config.misread_scaling,
         applies=config.lacks_scaling,
+        follows_length=True,
     ),
     Fault(
         name="rotary_share_ignored",
