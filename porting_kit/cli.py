@@ -114,7 +114,7 @@ def build(
         bool, typer.Option("--keep-logits", help="The engine keeps generation logits, so that they can be compared.")
     ] = False,
     time_limit: Annotated[
-        float | None, typer.Option("--time-limit", metavar="SECONDS", help="Stop the build after this time.")
+        float | None, typer.Option("--time-limit", metavar="SECONDS", min=1, help="Stop the build after this time.")
     ] = None,
     log: Annotated[
         Path | None, typer.Option("--log", help="Explain the log of a build made elsewhere; build nothing.")

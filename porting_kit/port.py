@@ -307,9 +307,21 @@ def merge_overrides(document: dict[str, Any], overrides: Mapping[str, Any]) -> d
                 f"{dotted!r} cannot be set: {head!r} is no section", expected="a mapping of fields", found=repr(section)
             )
         section = dict(section)
+        for other in _other_spellings(head, rest):
+            section.pop(other, None)
         section[rest] = value
         merged[head] = section
     return merged
+
+
+def _other_spellings(section: str, field: str) -> list[str]:
+    """The other keys that name the same field: an override replaces the field however the file spells it."""
+    model = {"target": Target}.get(section)
+    for name, info in model.model_fields.items() if model else ():
+        spellings = [name, *(info.validation_alias.choices if isinstance(info.validation_alias, AliasChoices) else ())]
+        if field in spellings:
+            return [str(spelling) for spelling in spellings if spelling != field]
+    return []
 
 
 def check_field_name(dotted: str) -> None:

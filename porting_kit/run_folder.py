@@ -197,8 +197,11 @@ def replace_folder(target: Path) -> Iterator[Path]:
 
     The earlier content stays until the new one is complete.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise _unwritable(target, error) from error
     try:
         yield temporary
         old = None

@@ -185,7 +185,7 @@ def _load_raw(path: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str
         )
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise BaseModelError("config.json is not JSON", found=error, where=file) from None
     if not isinstance(raw, dict):
         raise BaseModelError("config.json is not a JSON object", found=type(raw).__name__, where=file)

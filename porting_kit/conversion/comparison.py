@@ -64,6 +64,27 @@ class CheckpointComparison:
         return not self.differences and not self.fields
 
 
+def _find_ranks(folder: Path, config: dict[str, Any]) -> list[Path]:
+    """The rank files that the config's mapping asks for, all of them and no other.
+
+    Raises:
+        CheckpointError: a file is missing or left over.
+    """
+    mapping = config.get("mapping")
+    world = mapping.get("world_size", 1) if isinstance(mapping, dict) else 1
+    expected = {f"rank{rank}.safetensors" for rank in range(world)} if type(world) is int and world < 10_000 else set()
+    found = {file.name for file in folder.glob("rank*.safetensors")}
+    if found != expected or not expected:
+        raise CheckpointError(
+            "the checkpoint is not complete",
+            expected=f"a file for each of {world} ranks, from rank0.safetensors on",
+            found=", ".join(sorted(found)) or "no rank file",
+            where=folder,
+            next_step="convert it again",
+        )
+    return [folder / f"rank{rank}.safetensors" for rank in range(world)]
+
+
 def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
     """Compare two folders of config.json and rank*.safetensors.
 
@@ -71,7 +92,7 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
         CheckpointError: a folder is no complete checkpoint, a file is damaged, or the two have unlike ranks.
     """
     configs = [_read_config(folder) for folder in (first, second)]
-    ranks = [sorted(folder.glob("rank*.safetensors")) for folder in (first, second)]
+    ranks = [_find_ranks(folder, config) for folder, config in zip((first, second), configs, strict=True)]
     if len(ranks[0]) != len(ranks[1]) or not ranks[0]:
         raise CheckpointError(
             "the checkpoints are of unlike ranks and cannot be compared file by file",
@@ -107,7 +128,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             found=", ".join(sorted(item.name for item in folder.glob("*"))[:5]) or "nothing",
             where=folder,
         ) from None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise CheckpointError("config.json cannot be read", found=problem, where=file) from None
     if not isinstance(config, dict):
         raise CheckpointError("config.json is not a JSON object", found=type(config).__name__, where=file)

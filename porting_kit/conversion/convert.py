@@ -286,8 +286,8 @@ def iterate_targets(
 def _open_inputs(
     base_folder: str | Path, heads: HeadSet | str | Path | None
 ) -> tuple[BaseConfig, TensorSource, HeadSet | None]:
-    base = read_base_config(base_folder)
     source = open_tensor_source(base_folder)
+    base = read_base_config(base_folder, source.names())
     if heads is not None and not isinstance(heads, HeadSet):
         heads = read_head_set(heads)
     return base, source, heads

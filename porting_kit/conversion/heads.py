@@ -227,8 +227,8 @@ def _count(names: HeadNames, where: Path) -> tuple[int, int]:
     if heads != list(range(len(heads))):
         raise HeadsError(
             "the heads are not numbered without gaps",
-            expected=f"heads 0 to {max(heads)}",
-            found=f"heads {heads}; missing {sorted(set(range(max(heads) + 1)) - set(heads))}",
+            expected=f"heads 0 to {len(heads) - 1}",
+            found=f"heads {heads}",
             where=where,
             next_step="the file is incomplete, or heads were removed: renumber them or fetch it again",
         )
@@ -267,6 +267,9 @@ def _refuse_reduced_vocabulary(names: HeadNames, config: dict[str, Any], source:
 def _collect(
     names: HeadNames, source: TensorSource, num_heads: int, num_layers: int, where: Path
 ) -> tuple[dict[str, str | None], int, int | None]:
+    flat = [name for name in (*names.weights.values(), *names.outputs.values()) if len(source.shape(name)) != 2]
+    if flat:
+        raise HeadsError("weights of the heads are no matrices", where=where, items=sorted(flat))
     hidden_size = source.shape(names.weights[0, 0])[-1]
     vocab_size = source.shape(names.outputs[0])[0] if names.outputs else None
     origins: dict[str, str | None] = {}

@@ -152,7 +152,7 @@ def read_quantised(folder: str | Path) -> QuantisedCheckpoint:
     folder = Path(folder)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError("the checkpoint has no readable config.json", found=error, where=folder) from None
     if not isinstance(config, dict) or not isinstance(config.get("mapping", {}), dict):
         raise CheckpointError("the checkpoint's config.json is no checkpoint's", where=folder / "config.json")

@@ -123,6 +123,15 @@ def check_file(file: Path, error: type[PortingKitError] = BaseModelError) -> Non
         )
 
 
+def _is_tensor_record(record: object) -> bool:
+    """Whether a header says of a tensor what the format asks for."""
+    if not isinstance(record, dict) or not isinstance(record.get("dtype"), str):
+        return False
+    numbers = (record.get("shape"), record.get("data_offsets"))
+    whole = all(isinstance(row, list) and all(type(item) is int and item >= 0 for item in row) for row in numbers)
+    return whole and len(record["data_offsets"]) == 2
+
+
 def _read_safetensors_header(file: Path, error: type[PortingKitError]) -> dict[str, TensorEntry]:
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -138,11 +147,20 @@ def _read_safetensors_header(file: Path, error: type[PortingKitError]) -> dict[s
             )
         try:
             header = json.loads(stream.read(length))
-        except (UnicodeDecodeError, json.JSONDecodeError) as problem:
+        except (ValueError, RecursionError) as problem:
             raise error(f"the header of {file.name} is damaged", found=problem, where=file) from None
+    if not isinstance(header, dict):
+        raise error(f"the header of {file.name} is damaged", found=type(header).__name__, where=file)
     header.pop("__metadata__", None)
     entries, end = {}, 0
     for name, record in header.items():
+        if not _is_tensor_record(record):
+            raise error(
+                f"the header of {file.name} is damaged",
+                expected=f"dtype, shape and data_offsets of {name!r}",
+                found=repr(record)[:120],
+                where=file,
+            )
         dtype = SAFETENSORS_DTYPES.get(record["dtype"])
         if dtype is None:
             raise error(f"tensor {name!r} has the unknown dtype {record['dtype']!r}", where=file)

@@ -7,7 +7,6 @@ the sizes that were measured; beyond the largest one nothing is claimed.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,9 @@ from porting_kit.errors import TreeError
 
 WORTH_IT = 1.1
 """Below this predicted speed-up the sentence says that Medusa is not worth its upkeep."""
+
+MAX_MILLISECONDS = 1e9
+"""Above this a cost is a mistake; it also keeps out numbers that no float holds."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def read_step_costs(source: str | Path | Mapping[object, object]) -> StepCosts:
         where = Path(source)
         try:
             source = json.loads(where.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise TreeError(
                 "the step costs cannot be read",
                 expected='a JSON file such as {"1": 10.0, "8": 11.2, "64": 19.0}',
@@ -61,7 +63,7 @@ def read_step_costs(source: str | Path | Mapping[object, object]) -> StepCosts:
     wrong = []
     for size, value in source.items():
         number = int(size) if isinstance(size, str) and size.isdecimal() else size
-        is_time = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+        is_time = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_MILLISECONDS
         if type(number) is not int or number < 1 or not is_time:
             wrong.append(f"{size!r}: {value!r}")
         else:

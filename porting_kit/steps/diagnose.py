@@ -16,6 +16,7 @@ from porting_kit.alignment.result import AlignmentResult
 from porting_kit.diagnosis import Diagnosis, observe
 from porting_kit.diagnosis.observation import PADDED_TO
 from porting_kit.engine.captured_runs import is_capture_file, read_capture_file
+from porting_kit.errors import CapturedFileError
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.run_folder import write_json, write_text
 from porting_kit.steps.alignment_session import AlignmentSession
@@ -52,6 +53,11 @@ def diagnose_port(run: PortRun, observed: Path, logits: Path | None = None) -> D
         CapturedFileError: the files do not belong to this port's prompts.
         RunFolderError: a step before is stale.
     """
+    for file in (observed, *([logits] if logits is not None else [])):
+        if not file.is_file():
+            raise CapturedFileError(
+                "the observed file does not exist", where=file, next_step="name a file of an engine"
+            )
     require_steps(run, "patch", "convert")
     watch = Stopwatch()
     session = AlignmentSession(run)

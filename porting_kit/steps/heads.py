@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import lzma
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from porting_kit.alignment.reference import Reference, load_reference
@@ -100,6 +102,12 @@ def check_port_heads(
         asked, source = tokenize_prompts(run.port, reference.tokenizer, reference.vocab_size)
         asked = asked[:prompts]
     else:
+        if reference.tokenizer is None:
+            raise HeadsError(
+                "the base model brings no tokenizer, so a text cannot be cut into prompts",
+                where=run.port.base_path,
+                next_step="put the tokenizer beside the weights, or leave --data out",
+            )
         asked = cut_prompts(reference.tokenizer, read_data(data), lengths_tokens=PROMPT_TOKENS, limit=prompts, seed=0)
         source = data.name
     said = continue_greedily(reference.model, asked, new_tokens=new_tokens, batch_rows=64, report=say)
@@ -143,7 +151,7 @@ def load_ranks(
     file = run.folder.root / FOLDER / RANKS_FILE
     wanted = rank_inputs(run, data, prompts, new_tokens)
     if file.is_file():
-        with safe_open(file, "pt") as kept:
+        with suppress(SafetensorError, ValueError), safe_open(file, "pt") as kept:  # damaged: measured again
             if json.loads((kept.metadata() or {}).get("inputs", "{}")) == wanted:
                 return kept.get_tensor("ranks")
     say("measuring the heads' ranks on the base's own continuations")
@@ -158,7 +166,7 @@ def read_data(file: Path) -> list[str]:
     """
     try:
         return read_text(file)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, lzma.LZMAError) as error:
         raise HeadsError(
             "the text cannot be read",
             expected="a UTF-8 text file with blank lines between documents, or an .xz of training_text",

@@ -6,6 +6,7 @@ Started with torchrun, each process takes its share of the prompts and of every 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,10 +138,14 @@ def make_settings(values: dict[str, Any]) -> TrainingSettings:
     wrong = [f"{name}: {getattr(settings, name)}" for name in counts if getattr(settings, name) < 1]
     if settings.new_tokens <= settings.num_heads:
         wrong.append(f"new_tokens: {settings.new_tokens}, not more than the {settings.num_heads} heads")
-    if not settings.learning_rates or min(settings.learning_rates) <= 0:
+    if not settings.prompt_tokens or min(settings.prompt_tokens) < 1:
+        wrong.append(f"prompt_tokens: {settings.prompt_tokens}")
+    if not 0 <= settings.seed < 2**63:
+        wrong.append(f"seed: {settings.seed}")
+    if not settings.learning_rates or not all(math.isfinite(rate) and rate > 0 for rate in settings.learning_rates):
         wrong.append(f"learning_rates: {settings.learning_rates}")
     if wrong:
-        raise HeadsError("the training settings cannot be used", expected="positive numbers", items=wrong)
+        raise HeadsError("the training settings cannot be used", expected="positive, finite numbers", items=wrong)
     return settings
 
 

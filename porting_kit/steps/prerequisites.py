@@ -44,7 +44,7 @@ def read_checkpoint_document(run: PortRun, name: str = "config.json") -> Any:
     file = run.folder.checkpoint / name
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             "a checkpoint file is damaged", found=error, where=file, next_step="convert the checkpoint again"
         ) from error

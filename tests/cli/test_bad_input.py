@@ -40,6 +40,33 @@ def bring_nothing_back(port: PortFolder) -> None:
     port.edit_port(engine="captured", alignment={"captured": "output.npy"})
 
 
+def write_header(file: Path, header: object) -> None:
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def leave_a_header_without_shapes(port: PortFolder) -> None:
+    write_header(port.weights_file, {"transformer.ln_f.weight": {"dtype": "F32", "data_offsets": [0, 4]}})
+
+
+def leave_a_list_for_a_header(port: PortFolder) -> None:
+    write_header(port.weights_file, [1, 2])
+
+
+def nest_the_config(port: PortFolder) -> None:
+    (port.base / "config.json").write_text("[" * 100_000)
+
+
+def number_a_head_high(port: PortFolder) -> None:
+    save_file({name.replace("1.0.", "99999999999.0."): item for name, item in make_heads().items()}, port.heads_file)
+
+
+def flatten_a_head(port: PortFolder) -> None:
+    tensors = make_heads()
+    tensors["0.0.linear.weight"] = torch.tensor(1.0)
+    save_file(tensors, port.heads_file)
+
+
 def leave_a_pointer(port: PortFolder) -> None:
     port.weights_file.write_text(POINTER)
 
@@ -107,6 +134,11 @@ FAULTS: dict[Callable[[PortFolder], None], str] = {
     name_no_prompts_file: "prompts file",
     name_weights_as_prompts: "UTF-8",
     bring_nothing_back: "captured file",
+    leave_a_header_without_shapes: "damaged",
+    leave_a_list_for_a_header: "damaged",
+    nest_the_config: "config.json",
+    number_a_head_high: "without gaps",
+    flatten_a_head: "no matrices",
     leave_a_pointer: "pointer",
     cut_the_weights: "model.safetensors",
     name_a_missing_shard: "model-00002-of-00002",
@@ -143,6 +175,28 @@ def test_an_override_that_yaml_cannot_read_is_refused(port: PortFolder):
     code, document, _ = call("preflight", port.file, "-p", "name=2026-13-45")
     assert code == 2
     assert "2026-13-45" in document["error"]["found"]
+
+
+def test_an_override_replaces_a_field_however_the_file_spells_it(port: PortFolder):
+    port.edit_port(target={"compute_capability": "8.0"})
+    code, document, _ = call("preflight", port.file, "-p", "target.sm=90")
+    assert code == 0, document
+
+
+def test_a_model_known_by_its_tensors_alone_is_converted_as_it_is_preflighted(port: PortFolder, tmp_path):
+    port.edit_config(lambda config: config.update(architectures=["NopeForCausalLM"], model_type="nope"))
+    assert call("preflight", port.file)[0] == 0
+    assert call("convert", port.file, "--out", tmp_path / "run")[0] == 0
+
+
+def test_an_incomplete_checkpoint_is_not_compared(port: PortFolder, tmp_path):
+    assert call("convert", port.file, "--out", tmp_path / "run")[0] == 0
+    checkpoint = tmp_path / "run" / "checkpoint"
+    assert call("compare", checkpoint, checkpoint)[0] == 0
+    (checkpoint / "rank0.safetensors").rename(checkpoint / "rank1.safetensors")
+    code, document, _ = call("compare", checkpoint, checkpoint)
+    assert code == 2
+    assert "rank0.safetensors" in document["error"]["expected"]
 
 
 def test_a_head_count_that_lies_is_said_and_the_tensors_win(port: PortFolder, tmp_path):
