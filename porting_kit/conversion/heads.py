@@ -8,6 +8,7 @@ module does not decide whether heads are any good (an offline acceptance check d
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
     from porting_kit.architectures.base_config import BaseConfig
+
+MISSING_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -225,10 +228,11 @@ def _count(names: HeadNames, where: Path) -> tuple[int, int]:
             "the file holds output matrices but no residual layers", where=where, items=names.outputs.values()
         )
     if heads != list(range(len(heads))):
+        missing = list(islice((head for head in range(max(heads)) if head not in heads), MISSING_SHOWN))
         raise HeadsError(
             "the heads are not numbered without gaps",
-            expected=f"heads 0 to {len(heads) - 1}",
-            found=f"heads {heads}",
+            expected=f"heads 0 to {max(heads)}",
+            found=f"heads {heads}; missing {missing}",
             where=where,
             next_step="the file is incomplete, or heads were removed: renumber them or fetch it again",
         )
