@@ -307,21 +307,21 @@ def merge_overrides(document: dict[str, Any], overrides: Mapping[str, Any]) -> d
                 f"{dotted!r} cannot be set: {head!r} is no section", expected="a mapping of fields", found=repr(section)
             )
         section = dict(section)
-        for other in _other_spellings(head, rest):
-            section.pop(other, None)
+        for spelling in next((field for field in _field_spellings(head) if rest in field), ()):
+            section.pop(spelling, None)  # an override replaces the field however the file spells it
         section[rest] = value
         merged[head] = section
     return merged
 
 
-def _other_spellings(section: str, field: str) -> list[str]:
-    """The other keys that name the same field: an override replaces the field however the file spells it."""
-    model = {"target": Target}.get(section)
-    for name, info in model.model_fields.items() if model else ():
-        spellings = [name, *(info.validation_alias.choices if isinstance(info.validation_alias, AliasChoices) else ())]
-        if field in spellings:
-            return [str(spelling) for spelling in spellings if spelling != field]
-    return []
+def _field_spellings(section: str) -> list[list[str]]:
+    """For each field of a section its name, then its short forms; nothing where there is no such section."""
+    sections = {"heads": Heads, "trtllm": TensorRTLLM, "target": Target, "alignment": Alignment}
+    fields = sections[section].model_fields.items() if section in sections else ()
+    return [
+        [name, *(str(alias) for alias in getattr(info.validation_alias, "choices", ()) if alias != name)]
+        for name, info in fields
+    ]
 
 
 def check_field_name(dotted: str) -> None:
@@ -354,11 +354,7 @@ def known_field_names() -> list[str]:
         if name == "folder":
             continue
         names.append(name)
-        section = {"heads": Heads, "trtllm": TensorRTLLM, "target": Target, "alignment": Alignment}.get(name)
-        for inner, inner_info in section.model_fields.items() if section else ():
-            names.append(f"{name}.{inner}")
-            if isinstance(inner_info.validation_alias, AliasChoices):
-                names += [f"{name}.{alias}" for alias in inner_info.validation_alias.choices if alias != inner]
+        names += [f"{name}.{spelling}" for field in _field_spellings(name) for spelling in field]
     return names
 
 
