@@ -96,10 +96,9 @@ def build_port(
 
 def plan_port(run: PortRun, root: Path, keep_logits: bool = False) -> tuple[CommandPlan, str]:
     """The build command with paths under `root`, and how its release was settled."""
-    from porting_kit.architectures.base_config import read_base_config
     from porting_kit.releases.pinning import pin_release
     from porting_kit.releases.shape import attention_shape
-    from porting_kit.steps.preflight import open_port_tree, target_profile
+    from porting_kit.steps.preflight import open_port_tree, read_port_base, target_profile
 
     port = run.port
     source_tree = open_port_tree(port)
@@ -109,7 +108,7 @@ def plan_port(run: PortRun, root: Path, keep_logits: bool = False) -> tuple[Comm
     release = target_profile(port, source_tree).release
     basis = "the release the port names"
     if release is None:
-        shape = attention_shape(read_base_config(port.base_path), port.target, dtype=port.dtype)
+        shape = attention_shape(read_port_base(port, None), port.target, dtype=port.dtype)
         release = pin_release(shape).candidate.facts.since
         basis = "the port names no release; this is the one preflight would pin"
     module = next(product for product in patch.products if product.endswith(".py"))

@@ -185,8 +185,10 @@ def test_an_override_replaces_a_field_however_the_file_spells_it(port: PortFolde
 
 def test_a_model_known_by_its_tensors_alone_is_converted_as_it_is_preflighted(port: PortFolder, tmp_path):
     port.edit_config(lambda config: config.update(architectures=["NopeForCausalLM"], model_type="nope"))
+    out = tmp_path / "run"
     assert call("preflight", port.file)[0] == 0
-    assert call("convert", port.file, "--out", tmp_path / "run")[0] == 0
+    assert call("convert", port.file, "--out", out)[0] == 0
+    assert call("build", port.file, "--plan-only", "--out", out)[0] == 0
 
 
 def test_an_incomplete_checkpoint_is_not_compared(port: PortFolder, tmp_path):
