@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 import yaml
@@ -322,7 +322,7 @@ def parse_overrides(parameters: Sequence[str] | None) -> dict[str, Any]:
     return overrides
 
 
-def _report(call: Callable[[], Any], format_result: Callable[[Any], str], as_json: bool) -> None:
+def _report(call: Callable[[], Any], format_result: Callable[[Any], str], as_json: bool) -> NoReturn:
     """Run one step, print its result once, leave with the verdict's exit code."""
     is_first = os.environ.get("RANK", "0") == "0"  # under torchrun the other ranks only take part
     try:
