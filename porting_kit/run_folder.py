@@ -108,7 +108,7 @@ class RunFolder:
         if not path.is_file():
             return None
         try:
-            return StepOutcome.from_dict(json.loads(path.read_text(encoding="utf-8")))
+            return StepOutcome.from_dict(read_json(path))
         except (ValueError, KeyError, TypeError) as error:
             raise RunFolderError(
                 f"the outcome of step {step!r} cannot be read", found=error, where=path, next_step="rerun the step"
@@ -186,7 +186,7 @@ def _unwritable(root: Path, error: OSError) -> RunFolderError:
 
 def _read_owner(marker: Path) -> object:
     try:
-        return json.loads(marker.read_text(encoding="utf-8")).get("port")
+        return read_json(marker).get("port")
     except (ValueError, AttributeError):
         return "an unreadable run.json"
 
@@ -231,6 +231,19 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON document.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no UTF-8, no JSON, or nested deeper than the parser goes.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def write_json(path: Path, document: Any) -> None:

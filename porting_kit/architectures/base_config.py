@@ -9,7 +9,6 @@ Letters: E hidden size, D head size, H query heads, K key/value heads, L layers,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from porting_kit.architectures.family import Family, Refusal, find_family, load_
 from porting_kit.architectures.releases import release_key
 from porting_kit.architectures.rules import condition_terms
 from porting_kit.errors import BaseModelError
+from porting_kit.run_folder import read_json
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ def _load_raw(path: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str
             where=path,
         )
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        raw = read_json(file)
+    except ValueError as error:
         raise BaseModelError("config.json is not JSON", found=error, where=file) from None
     if not isinstance(raw, dict):
         raise BaseModelError("config.json is not a JSON object", found=type(raw).__name__, where=file)

@@ -6,7 +6,6 @@ them. So upstream's own converter, or a quantiser that leaves the weights in flo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from porting_kit.conversion.sharding import cut_head_pieces
 from porting_kit.conversion.tensor_source import TensorSource
 from porting_kit.conversion.weight_files import TensorEntry, read_header
 from porting_kit.errors import CheckpointError
+from porting_kit.run_folder import read_json
 
 if TYPE_CHECKING:
     from porting_kit.conversion.heads import HeadSet
@@ -78,7 +78,7 @@ def is_base_checkpoint(folder: Path) -> bool:
     if not file.is_file() or not any(folder.glob("rank*.safetensors")):
         return False
     try:
-        return "architecture" in json.loads(file.read_text(encoding="utf-8"))
+        return "architecture" in read_json(file)
     except (ValueError, OSError):
         return False
 
@@ -91,7 +91,7 @@ def open_base_checkpoint(folder: Path) -> tuple[CheckpointBase, TensorSource]:
     """
     file = folder / "config.json"
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = read_json(file)
         base = CheckpointBase(raw, str(file))
         tp_size, pp_size = base.ranks
         needed = (base.architecture, base.hidden_size, base.vocab_size, base.dtype)

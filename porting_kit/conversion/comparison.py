@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from porting_kit.conversion.tensor_source import TensorSource
 from porting_kit.conversion.weight_files import ITEM_BYTES, read_header
 from porting_kit.errors import CheckpointError
+from porting_kit.run_folder import read_json
 
 BLOCK_BYTES = 4 << 20
 BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -120,7 +120,7 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
     except FileNotFoundError:
         raise CheckpointError(
             "this is no complete checkpoint",
@@ -128,7 +128,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             found=", ".join(sorted(item.name for item in folder.glob("*"))[:5]) or "nothing",
             where=folder,
         ) from None
-    except (OSError, ValueError, RecursionError) as problem:
+    except (OSError, ValueError) as problem:
         raise CheckpointError("config.json cannot be read", found=problem, where=file) from None
     if not isinstance(config, dict):
         raise CheckpointError("config.json is not a JSON object", found=type(config).__name__, where=file)

@@ -6,13 +6,13 @@ never guessed: two that differ are refused.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from porting_kit.conversion.tensor_source import HEAD_FILES, TensorSource, open_tensor_source
 from porting_kit.conversion.weight_files import read_header
 from porting_kit.errors import BaseModelError, HeadsError
+from porting_kit.run_folder import read_json
 
 COUNT_KEYS = ("medusa_num_heads", "num_medusa_heads", "num_heads")
 LAYER_KEYS = ("medusa_num_layers", "num_medusa_layers", "num_hidden_layers")
@@ -76,8 +76,8 @@ def read_head_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        config = read_json(file)
+    except ValueError as error:
         raise HeadsError("the heads' config.json is not JSON", found=error, where=file) from None
     if not isinstance(config, dict):
         raise HeadsError(

@@ -10,7 +10,6 @@ This module reads headers and scales, never whole weights; `dequantised` does th
 from __future__ import annotations
 
 import fnmatch
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from porting_kit.errors import CheckpointError
+from porting_kit.run_folder import read_json
 
 WEIGHT_SCALES = ("weights_scaling_factor", "per_channel_scale")
 """ModelOpt's name, and that of upstream's own converters."""
@@ -151,8 +151,8 @@ def read_quantised(folder: str | Path) -> QuantisedCheckpoint:
 
     folder = Path(folder)
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_json(folder / "config.json")
+    except (OSError, ValueError) as error:
         raise CheckpointError("the checkpoint has no readable config.json", found=error, where=folder) from None
     if not isinstance(config, dict) or not isinstance(config.get("mapping", {}), dict):
         raise CheckpointError("the checkpoint's config.json is no checkpoint's", where=folder / "config.json")

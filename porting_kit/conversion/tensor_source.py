@@ -7,7 +7,6 @@ Values come as views of memory-mapped files where the format allows it, so a ten
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import threading
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from porting_kit.conversion.weight_files import ITEM_BYTES, TensorEntry, check_file, read_header
 from porting_kit.errors import BaseModelError, PortingKitError
+from porting_kit.run_folder import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -244,9 +244,9 @@ def _merge_files(files: Iterable[Path]) -> dict[str, TensorEntry]:
 
 def _read_indexed(index: Path) -> dict[str, TensorEntry]:
     try:
-        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        weight_map = dict(read_json(index)["weight_map"])
         files = sorted({index.parent / name for name in weight_map.values()})
-    except (UnicodeDecodeError, ValueError, KeyError, TypeError) as problem:
+    except (ValueError, KeyError, TypeError) as problem:
         raise BaseModelError("the shard index is damaged", found=repr(problem), where=index) from None
     if absent := [file.name for file in files if not file.exists()]:
         raise BaseModelError(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from porting_kit.architectures.releases import release_key
 from porting_kit.errors import PortFileError
+from porting_kit.run_folder import read_json
 
 DEFAULT_PAGE = Path("notebooks/howto/coverage.md")
 HEAD = """# Coverage
@@ -42,7 +42,7 @@ def load_documents(files: Sequence[Path]) -> list[dict[str, Any]]:
     documents = []
     for file in files:
         try:
-            document = json.loads(file.read_text(encoding="utf-8"))
+            document = read_json(file)
             complete = isinstance(document["rows"], list) and document["tree"] and document["date"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _not_a_document(file, f"{type(error).__name__}: {error}") from error

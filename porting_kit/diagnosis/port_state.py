@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from porting_kit.emulator import Emulator, open_emulator
 from porting_kit.errors import CheckpointError
 from porting_kit.medusa.tree import MedusaTree
 from porting_kit.releases.kernels import KernelProfile, kernel_profile
+from porting_kit.run_folder import read_json
 
 Wrapper = Callable[[Any], Any]
 
@@ -142,7 +142,7 @@ def read_port_state(
             where=checkpoint,
             next_step="Convert again.",
         )
-    config = json.loads(files["config.json"].read_text(encoding="utf-8"))
+    config = read_json(files["config.json"])
     if (config.get("mapping") or {}).get("world_size", 1) != 1:
         raise CheckpointError(
             "The diagnosis needs the checkpoint of one rank",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from porting_kit.display.plots import plot_tree
 from porting_kit.display.tables import Code, Facts, Folded, Preformatted, Table
 from porting_kit.outcomes import StepOutcome
 from porting_kit.provenance import describe_environment
-from porting_kit.run_folder import STEPS
+from porting_kit.run_folder import STEPS, read_json
 
 if TYPE_CHECKING:
     from porting_kit.steps.context import PortRun
@@ -68,7 +67,7 @@ def find_fix(outcomes: Outcomes) -> str | None:
 
 def read_document(file: Path) -> Any:
     """A JSON document of the run folder, None when it is not there."""
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return read_json(file) if file.is_file() else None
 
 
 def _steps(run: PortRun, outcomes: Outcomes) -> Section:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from porting_kit.emulator.model import EmulatedModel
 from porting_kit.emulator.namespace import Namespace
 from porting_kit.emulator.tensorrt_types import TORCH_DTYPE_OF_NAME, TORCH_DTYPES
 from porting_kit.errors import CheckpointError, EmulatorError
+from porting_kit.run_folder import read_json
 
 
 def open_emulator(tree: Any, *, kernel: Any = None, device: str | torch.device = "cpu") -> Emulator:
@@ -112,7 +112,7 @@ class Emulator:
                     next_step="convert the checkpoint again",
                 )
         try:
-            config = json.loads(files["config"].read_text(encoding="utf-8"))
+            config = read_json(files["config"])
             tensors = load_file(files["weights"])
         except (ValueError, OSError, SafetensorError) as error:
             raise CheckpointError(

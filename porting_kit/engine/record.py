@@ -21,6 +21,7 @@ from porting_kit.provenance import describe_environment
 from porting_kit.releases.build_flags import compare_releases
 from porting_kit.releases.kernels import GateResult
 from porting_kit.releases.port_gates import max_num_tokens_gate, tree_gate
+from porting_kit.run_folder import read_json
 
 # SpeculativeDecodingMode, models/modeling_utils.py 0.10.0.dev2024050700 and later (an IntFlag, written as a number).
 MODES = {
@@ -76,8 +77,8 @@ def read_engine_config(folder: str | Path) -> EngineConfig:
     if not file.is_file():
         raise CheckpointError("the engine folder has no config.json", where=folder, next_step="build the engine first")
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        document = read_json(file)
+    except ValueError as error:
         raise CheckpointError("the engine's config.json is not JSON", found=error, where=file) from None
     missing = [key for key in ("version", "pretrained_config", "build_config") if key not in document]
     if missing:
@@ -224,8 +225,8 @@ def read_record(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError("the engine has no record beside it", expected=RECORD_NAME, where=folder)
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        record = read_json(file)
+    except ValueError as error:
         raise CheckpointError("the engine's record is not JSON", found=error, where=file) from None
     engines = sorted(folder.glob("*.engine"))
     empty = [path.name for path in engines if path.stat().st_size == 0]

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from porting_kit.errors import HeadsError
+from porting_kit.run_folder import read_json
 
 HEADS_FILE = "medusa_lm_head.safetensors"
 HeadVariant = Literal["v1", "v2"]
@@ -119,7 +120,7 @@ def load_heads(folder: Path) -> MedusaHeads:
         HeadsError: a file is missing, config and tensors disagree, or a value is not finite.
     """
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
         tensors = load_file(folder / HEADS_FILE)
         shape = {"num_heads": config["medusa_num_heads"], "num_layers": config["medusa_num_layers"]}
         sizes = (config["hidden_size"], config["vocab_size"])

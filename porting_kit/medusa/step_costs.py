@@ -6,12 +6,12 @@ the sizes that were measured; beyond the largest one nothing is claimed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from porting_kit.errors import TreeError
+from porting_kit.run_folder import read_json
 
 WORTH_IT = 1.1
 """Below this predicted speed-up the sentence says that Medusa is not worth its upkeep."""
@@ -47,8 +47,8 @@ def read_step_costs(source: str | Path | Mapping[object, object]) -> StepCosts:
     if not isinstance(source, Mapping):
         where = Path(source)
         try:
-            source = json.loads(where.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            source = read_json(where)
+        except (OSError, ValueError) as error:
             raise TreeError(
                 "the step costs cannot be read",
                 expected='a JSON file such as {"1": 10.0, "8": 11.2, "64": 19.0}',

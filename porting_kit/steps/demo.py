@@ -21,7 +21,7 @@ from typing import Any
 from porting_kit.errors import RunFolderError
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.port import load_port
-from porting_kit.run_folder import write_json, write_text
+from porting_kit.run_folder import read_json, write_json, write_text
 from porting_kit.steps.notebook_run import notebooks_folder
 
 RELEASE = "release:0.11.0.dev2024062500"
@@ -139,7 +139,7 @@ def _collect(process: subprocess.Popen[str], folder: Path) -> tuple[dict[str, An
             next_step="read what it printed above",
         ) from error
     file = folder / "alignment" / "alignment.json"
-    return document, json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return document, read_json(file) if file.is_file() else {}
 
 
 def _judge(sides: tuple[Side, ...], seconds: float) -> StepOutcome:

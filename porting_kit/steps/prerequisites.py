@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 from porting_kit.errors import CheckpointError, PatchError
 from porting_kit.outcomes import Verdict
+from porting_kit.run_folder import read_json
 from porting_kit.steps.context import PortRun
 
 
@@ -43,8 +43,8 @@ def read_checkpoint_document(run: PortRun, name: str = "config.json") -> Any:
     """
     file = run.folder.checkpoint / name
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json(file)
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             "a checkpoint file is damaged", found=error, where=file, next_step="convert the checkpoint again"
         ) from error

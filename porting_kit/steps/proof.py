@@ -6,7 +6,6 @@ the ranks that hold it. Attention that a kernel fit changed has no way back: it 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +15,12 @@ from porting_kit.conversion.shard_faults import ShardFault, explain_failures
 from porting_kit.conversion.source_digests import SourceDigests
 from porting_kit.errors import CheckpointError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
+from porting_kit.run_folder import read_json
 from porting_kit.steps.context import PortRun
 from porting_kit.steps.conversion_inputs import ConversionInputs, open_conversion
 from porting_kit.steps.convert import convert_port
 from porting_kit.steps.fit import measure_port_activations
+from porting_kit.steps.prerequisites import read_checkpoint_document
 
 STEP = "convert"
 
@@ -86,7 +87,7 @@ def _prove(run: PortRun, inputs: ConversionInputs, workers: int) -> tuple[Proof,
         mistakes = explain_failures(plan, inputs.source, inputs.heads, readers, proof)
     else:
         proof = prove_fitted(plan, inputs.source, inputs.heads, readers, fit)
-    mapping = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("mapping", {})
+    mapping = read_checkpoint_document(run).get("mapping", {})
     if mapping.get("tp_size") != plan.tp_size or mapping.get("pp_size") != plan.pp_size:
         failure = Failure(CONFIG, (), f"the mapping says {mapping}, the files are of {plan.tp_size} x {plan.pp_size}")
         proof = replace(proof, failures=(*proof.failures, failure))
@@ -96,7 +97,7 @@ def _prove(run: PortRun, inputs: ConversionInputs, workers: int) -> tuple[Proof,
 def _find_changed_files(run: PortRun, digests: SourceDigests) -> tuple[str, ...]:
     """Source files whose SHA-256 is not that of the receipt."""
     try:
-        receipt = json.loads((run.folder.checkpoint / RECEIPT).read_text(encoding="utf-8"))
+        receipt = read_json(run.folder.checkpoint / RECEIPT)
         stated = {file["path"]: file["sha256"] for file in receipt["files"]}
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise CheckpointError(

@@ -11,7 +11,7 @@ import pytest
 
 from porting_kit.errors import RunFolderError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
-from porting_kit.run_folder import STEPS, open_run_folder, replace_folder, write_text
+from porting_kit.run_folder import STEPS, open_run_folder, read_json, replace_folder, write_text
 
 
 def outcome(step: str, **inputs: str) -> StepOutcome:
@@ -123,3 +123,13 @@ def test_a_folder_that_cannot_be_made_or_written_is_said(tmp_path):
     (folder.root / "patch").write_text("in the way")
     with pytest.raises(RunFolderError, match="cannot be written"):
         folder.begin("patch")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"), [(b"[" * 100_000, "nested too deeply"), (b"{", "Expecting"), (b"\xff\xfe", "utf-8")]
+)
+def test_a_damaged_document_is_a_value_error(tmp_path, content, problem):
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=problem):
+        read_json(file)
