@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import datetime, timezone
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ from tests.diagnosis.planted_faults import FAMILIES, Case, make_healthy, plant_a
 RATES_FILE = Path(__file__).resolve().parents[2] / "notebooks" / "howto" / "diagnosis_rates.json"
 SEEDS, OTHER_BASE = 3, 100
 QUICK_FAMILIES = ("bloom", "llama")
-QUICK_STRIDE = 5
-"""The quick run takes every fifth kind of each of two families."""
+QUICK_STRIDE, FULL_STRIDE = 5, 3
+"""The quick run takes every fifth kind of each of two families; the full run shares a port's kinds among three parts,
+so that more processes than ports are of use."""
 
 LOGITS, TOKENS = "tokens and logits", "tokens alone"
 
@@ -120,8 +122,9 @@ def measure(quick: bool, workers: int, keep: Path | None = None, seeds: int = SE
     seeds = 1 if quick else seeds
     tasks: list[tuple[Any, ...]] = []
     for seed in range(seeds):
-        stride = QUICK_STRIDE if quick else 1
-        tasks += [("faults", family, seed, stride, place % stride) for place, family in enumerate(families)]
+        for place, family in enumerate(families):
+            starts = [place % QUICK_STRIDE] if quick else range(FULL_STRIDE)
+            tasks += [("faults", family, seed, QUICK_STRIDE if quick else FULL_STRIDE, start) for start in starts]
         tasks += [("clean", family, seed, quick) for family in families]
     finished = read_finished(keep)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -151,6 +154,8 @@ def measure(quick: bool, workers: int, keep: Path | None = None, seeds: int = SE
         "failures": [row for row in fault_rows if row["to_explain"] and (row["named"] != row["fault"] or row["ties"])],
         "false_alarm_rows": [row for row in clean_rows if row["is_blamed"]],
         "seconds": round(time.perf_counter() - started, 1),
+        "made": datetime.now(timezone.utc).date().isoformat(),
+        "workers": workers,
     }
 
 

@@ -87,8 +87,10 @@ def write_rates(rates: Mapping[str, Any]) -> str:
     parts = [
         "# How often the diagnosis is right\n",
         f"Faults of the catalogue planted in small random ports of {len(rates['families'])} families "
-        f"({', '.join(rates['families'])}), {rates['seeds']} seeds, each looked for among all others. Written by "
-        "`python -m tests.benchmarks.diagnosis --write`, then `python -m tests.benchmarks.diagnosis_page`.\n",
+        f"({', '.join(rates['families'])}), {rates['seeds']} seeds, each looked for among all others. Measured on "
+        f"{rates['made']} ({rates['workers']} processes, {rates['seconds']:.0f} s) by "
+        "`python -m tests.benchmarks.diagnosis --write`; the page is written by "
+        "`python -m tests.benchmarks.diagnosis_page`.\n",
         "| from | cases | kinds | first cause right | among the first three | ties | none named | without effect |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         _rate_row(LOGITS, with_logits),
