@@ -44,6 +44,7 @@ def test_the_rates_page_prints_every_failure():
     rows = [row("qkv_bias_dropped", "qkv_bias_dropped"), row("rope_base_lost", None, rank=None)]
     rates = {
         "families": ["bloom"], "seeds": 1, "false_alarms": 0, "clean_ports": 3, "near_ties": {},
+        "made": "2026-11-30", "workers": 2, "seconds": 3.0,
         LOGITS: count_rates(rows), TOKENS: count_rates(rows), "failures": rows[1:],
         "confusion": {LOGITS: build_confusion(rows), TOKENS: build_confusion(rows)},
     }  # fmt: skip
