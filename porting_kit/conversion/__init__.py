@@ -4,10 +4,17 @@ Letters: E hidden, D head size, H query heads, K key/value heads, V vocabulary, 
 heads, R residual layers per head.
 """
 
-from porting_kit.conversion.convert import ConversionOutcome, add_heads, checkpoint_tensors, convert_checkpoint
+from porting_kit.conversion.convert import (
+    ConversionOutcome,
+    add_heads,
+    checkpoint_ranks,
+    checkpoint_tensors,
+    convert_checkpoint,
+)
 from porting_kit.conversion.heads import HeadSet, read_head_set
 from porting_kit.conversion.plan import plan_conversion
 from porting_kit.conversion.planned import ConversionPlan
+from porting_kit.conversion.sharding import UnevenRanks
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
 
 __all__ = [
@@ -15,7 +22,9 @@ __all__ = [
     "ConversionPlan",
     "HeadSet",
     "TensorSource",
+    "UnevenRanks",
     "add_heads",
+    "checkpoint_ranks",
     "checkpoint_tensors",
     "convert_checkpoint",
     "open_tensor_source",

@@ -232,16 +232,42 @@ def checkpoint_tensors(
     release: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The config and tensors of a one-rank checkpoint, in memory. Arguments as for `convert_checkpoint`."""
+    config, (tensors,) = checkpoint_ranks(base_folder, heads, dtype, max_draft_len, release)
+    return config, tensors
+
+
+def checkpoint_ranks(
+    base_folder: str | Path,
+    heads: HeadSet | str | Path | None = None,
+    dtype: str | None = None,
+    max_draft_len: int | None = None,
+    release: str | None = None,
+    tp_size: int = 1,
+    pp_size: int = 1,
+) -> tuple[dict[str, Any], list[dict[str, torch.Tensor]]]:
+    """The config and each rank's tensors, in memory. Arguments as for `convert_checkpoint`."""
+    from porting_kit.conversion.apply import cut_piece
+
     base, source, heads = _open_inputs(base_folder, heads)
     dtype = dtype or choose_dtype(base)
-    require_release(base, release)
-    plan = plan_conversion(base, source, dtype=dtype, heads=heads, release=release)
-    config, _ = build_config(plan.base, dtype=dtype, heads=heads, max_draft_len=max_draft_len, release=release)
-    tensors = {}
+    require_release(base, release, tp_size)
+    plan = plan_conversion(base, source, dtype=dtype, heads=heads, release=release, tp_size=tp_size, pp_size=pp_size)
+    config, _ = build_config(
+        plan.base,
+        dtype=dtype,
+        heads=heads,
+        max_draft_len=max_draft_len,
+        release=release,
+        tp_size=tp_size,
+        pp_size=pp_size,
+    )
+    ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(plan.world_size)]
     for planned, _, whole in iterate_targets(plan, source, heads):
-        # clone: an uncast tensor may be a view of the mapped source file
-        tensors[planned.target] = whole.clone() if whole._base is not None or not whole.is_contiguous() else whole
-    return config, tensors
+        for piece in planned.pieces:
+            part = cut_piece(whole, planned, piece)
+            # clone: an uncast tensor may be a view of the mapped source file
+            ranks[piece.rank][piece.name] = part.clone() if part._base is not None else part
+    return config, ranks
 
 
 def choose_dtype(base: BaseConfig) -> str:

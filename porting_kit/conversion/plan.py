@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from porting_kit.architectures.names import Dims, Shape, evaluate_dim
 from porting_kit.architectures.rules import COLUMN, VOCABULARY, Rule, Shard
 from porting_kit.conversion.planned import ConversionPlan, PlannedTensor
-from porting_kit.conversion.sharding import cut_head_pieces, cut_pieces, locate_target
+from porting_kit.conversion.sharding import UnevenRanks, cut_head_pieces, cut_pieces, locate_target
 from porting_kit.errors import ConversionError, suggest_nearest
 
 if TYPE_CHECKING:
@@ -98,20 +98,20 @@ def _check_request(base: BaseConfig, tp_size: int, pp_size: int, dtype: str) -> 
     if tp_size < 1 or pp_size < 1:
         raise ConversionError("ranks are counted from one", found=f"tp_size {tp_size}, pp_size {pp_size}")
     if base.num_heads % tp_size:
-        raise ConversionError(
+        raise UnevenRanks(
             "query heads do not divide over the ranks",
             expected=f"tp_size among the divisors of {base.num_heads}",
             found=f"tp_size {tp_size}",
         )
     if pp_size > 1 and not base.definition.pipeline:
-        raise ConversionError(
+        raise UnevenRanks(
             f"TensorRT-LLM's {base.architecture} cannot be split over pipeline ranks",
             expected="pp_size 1",
             found=f"pp_size {pp_size}",
             where=f"tensorrt_llm/models/{base.definition.model_folder}/model.py 0.13.0.dev2024090300",
         )
     if base.num_layers % pp_size:
-        raise ConversionError(
+        raise UnevenRanks(
             "layers do not divide over the pipeline ranks", found=f"{base.num_layers} layers, pp_size {pp_size}"
         )
 

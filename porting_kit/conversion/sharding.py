@@ -12,6 +12,10 @@ from porting_kit.conversion.planned import Piece
 from porting_kit.errors import ConversionError
 
 
+class UnevenRanks(ConversionError):
+    """The model, or the class that runs it, does not divide over the ranks that were asked for."""
+
+
 def shard_slices(shard: Shard, size: int, dims: Dims, tp_size: int, tp_rank: int) -> tuple[tuple[int, int], ...]:
     """The [start, stop) ranges along the shard's dim that one rank holds; empty when it holds everything.
 
@@ -75,7 +79,7 @@ def cut_pieces(name: str, stage: int, shape: Shape, shard: Shard, dims: Dims, tp
             size = shape[shard.dim] if shard.dim is not None else 0
             slices = shard_slices(shard, size, dims, tp_size, tp_rank)
         except ValueError as problem:
-            raise ConversionError(
+            raise UnevenRanks(
                 f"{name} cannot be split over {tp_size} ranks", found=problem, where=f"shape {list(shape)}"
             ) from None
         part = list(shape)
