@@ -114,7 +114,7 @@ class Reference:
     @torch.inference_mode()
     def logits(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Next-token logits after every token of each text, [S, V] in the model's dtype; each text runs on its own."""
-        return [self._run(text).logits[0, :, : self.vocab_size] for text in texts]
+        return [self.run(text).logits[0, :, : self.vocab_size] for text in texts]
 
     @torch.inference_mode()
     def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -125,7 +125,7 @@ class Reference:
         )
         try:
             for text in texts:
-                self._run(text)
+                self.run(text)
         finally:
             handle.remove()
         return seen
@@ -154,8 +154,23 @@ class Reference:
     def _tokens(self, text: Sequence[int]) -> torch.Tensor:
         return torch.as_tensor(text, dtype=torch.long, device=self.device)[None]
 
-    def _run(self, text: Sequence[int]) -> Any:
-        return self.model(input_ids=self._tokens(text), use_cache=False)
+    @torch.inference_mode()
+    def run(self, text: Sequence[int], *, use_cache: bool = False) -> Any:
+        """One forward pass over one text: the model's own output, with its cache when asked for."""
+        return self.model(input_ids=self._tokens(text), use_cache=use_cache)
+
+
+def cached_keys(output: Any) -> dict[int, torch.Tensor]:
+    """Layer -> its keys as the cache of a forward pass holds them, float64 [S, K*D]; empty without a cache."""
+    cache = getattr(output, "past_key_values", None)
+    if cache is None:
+        return {}
+    if hasattr(cache, "layers"):  # transformers 5
+        keys = [getattr(layer, "keys", None) for layer in cache.layers]
+    else:
+        keys = getattr(cache, "key_cache", None) or [layer[0] for layer in cache]
+    usable = {index: tensor for index, tensor in enumerate(keys) if tensor is not None and tensor.dim() == 4}
+    return {index: tensor[0].transpose(0, 1).flatten(1).double() for index, tensor in usable.items()}
 
 
 def load_reference(

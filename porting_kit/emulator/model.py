@@ -158,12 +158,13 @@ class EmulatedModel:
         )
 
     @contextlib.contextmanager
-    def record(self, names: str = "*") -> Iterator[dict[str, list[torch.Tensor]]]:
-        """Record outputs of sub-modules while the context is open.
+    def record(self, names: str = "*", *, inputs: bool = False) -> Iterator[dict[str, list[torch.Tensor]]]:
+        """Record outputs, or first inputs, of sub-modules while the context is open.
 
         Args:
             names: glob over dotted module names ("transformer.layers.*.attention"); "*" for all. An attention
                 layer's qkv and dense, its mlp and its norms are modules of their own.
+            inputs: record what each module is given first, instead of what it puts out.
 
         Yields:
             name -> one tensor per call, packed [T, ...] (the first output of a module with several).
@@ -179,14 +180,18 @@ class EmulatedModel:
                 items=[name for name, _ in watched],
             )
         self.replays.suspend(+1)
+        before = []
         for name, module in chosen:
-            module.__dict__["forward"] = _recorder(records, name, module.forward)
+            before.append(module.__dict__.get("forward"))
+            module.__dict__["forward"] = _recorder(records, name, module.forward, inputs)
         try:
             yield records
         finally:
             self.replays.suspend(-1)
-            for _, module in chosen:
-                module.__dict__.pop("forward", None)
+            for (_, module), forward in zip(chosen, before, strict=True):
+                module.__dict__.pop("forward")
+                if forward is not None:
+                    module.__dict__["forward"] = forward
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         """Name -> the tensor in use (not a copy): change it in place to change the model."""
@@ -296,12 +301,12 @@ def begin_requests(cache: KVCache, slots: Sequence[int], lengths: Sequence[int])
         cache.iterations[slot] = 0
 
 
-def _recorder(records: dict[str, list[torch.Tensor]], name: str, forward: Any) -> Any:
+def _recorder(records: dict[str, list[torch.Tensor]], name: str, forward: Any, inputs: bool) -> Any:
     def recorded(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        first = output[0] if isinstance(output, (tuple, list)) else output
-        if isinstance(first, Tensor):
-            records.setdefault(name, []).append(first.data)
+        values = args if inputs else output if isinstance(output, (tuple, list)) else (output,)
+        if values and isinstance(values[0], Tensor):
+            records.setdefault(name, []).append(values[0].data)
         return output
 
     return recorded

@@ -20,7 +20,8 @@ from porting_kit.alignment.fit import ContextOracle
 from porting_kit.alignment.gates import ERROR_FACTOR
 from porting_kit.alignment.head_oracle import ReferenceHeads, read_reference_heads
 from porting_kit.alignment.inherent import matched_to_library
-from porting_kit.alignment.layers import compare_layers, pair_modules
+from porting_kit.alignment.layer_parts import pair_modules
+from porting_kit.alignment.layers import compare_layers
 from porting_kit.alignment.reference import Reference, load_reference, resolve_dtype
 from porting_kit.alignment.result import AlignmentResult
 from porting_kit.alignment.run import EMULATED, AlignmentOptions, align_captured_outputs, align_port_outputs

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from porting_kit.alignment.inherent import matched_to_library
-from porting_kit.alignment.layers import compare_layers, pair_modules
+from porting_kit.alignment.layer_parts import explain_part, pair_modules
+from porting_kit.alignment.layers import compare_layers
 from porting_kit.conversion.planned import plan_scalars
 from porting_kit.diagnosis.controls import seed_fault
 
@@ -35,7 +36,8 @@ def test_every_module_of_a_healthy_port_agrees(family, port_of):
         assert (pair.module, "context") in compared
     names = {pair.module for pair in pairs}
     for layer in range(2):
-        parts = ("input_layernorm", "attention.qkv", "attention.dense", "mlp.fc", "mlp.proj")
+        parts = ("input_layernorm", "attention.qkv", "attention.keys", "attention.context", "attention.dense")
+        parts += ("mlp.fc", "mlp.proj", "residual")
         assert {f"transformer.layers.{layer}.{part}" for part in parts} <= names
     assert {phase for _, phase in compared} == {"context", "generation"}
     assert all(error.cosine > 0.999999 for error in report.errors)
@@ -54,14 +56,14 @@ def test_fused_projections_are_compared_in_the_ports_order(port_of):
 @pytest.mark.parametrize(
     ("family", "fault", "module", "phase", "words"),
     [
-        ("bloom", "alibi_dropped_in_generation", "layers.0.attention.dense", "generation", "ALiBi"),
+        ("bloom", "alibi_dropped_in_generation", "layers.0.attention.context", "generation", "ALiBi"),
         ("bloom", "qkv_not_deinterleaved", "layers.0.attention.qkv", "context", "order of its rows"),
         ("qwen2", "qkv_bias_dropped", "layers.0.attention.qkv", "context", "its bias"),
-        ("qwen2", "rope_base_lost", "layers.0.attention.dense", "context", "rotary base"),
+        ("qwen2", "rope_base_lost", "layers.0.attention.keys", "context", "rotary base"),
         ("llama", "gate_and_up_swapped", "layers.0.mlp.fc", "context", "gate and up"),
         ("llama", "head_taken_from_embedding", "lm_head", "context", "output matrix"),
-        ("llama", "position_offsets_ignored", "layers.0.attention.dense", "generation", "rotary base"),
-        ("llama", "mask_transposed", "layers.0.attention.dense", "generation", "mask"),
+        ("llama", "position_offsets_ignored", "layers.0.attention.keys", "generation", "positions"),
+        ("llama", "mask_transposed", "layers.0.attention.context", "generation", "its mask"),
     ],
 )
 def test_a_fault_shows_first_where_it_sits(family, fault, module, phase, words, port_of):
@@ -96,3 +98,47 @@ def test_half_precision_errors_are_bounded_by_its_own_noise(port_of):
     )
     assert report.first is None, report.sentence
     assert 1e-5 < report.bound < 0.1
+
+
+def test_what_no_weight_names_is_compared_too(port_of):
+    """A factor on what the base's layer puts out leaves every matrix of that layer alone."""
+    port = port_of("llama")
+    layer = port.reference.model.model.layers[0]
+    handle = layer.register_forward_hook(
+        lambda module, inputs, output: (output[0] * 1.5, *output[1:]) if isinstance(output, tuple) else output * 1.5
+    )
+    try:
+        _, report = compare(port)
+    finally:
+        handle.remove()
+    assert report.first.module == "transformer.layers.0.residual"
+    assert "each part agrees" in report.sentence
+
+
+def test_keys_come_before_what_the_attention_makes_of_them(port_of):
+    _, report = compare(port_of("qwen2"))
+    order = [error.module for error in report.errors if error.phase == "context"]
+    parts = (
+        "attention.qkv",
+        "attention.keys",
+        "attention.context",
+        "attention.dense",
+        "mlp.fc",
+        "mlp.proj",
+        "residual",
+    )
+    places = [order.index(f"transformer.layers.1.{part}") for part in parts]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("module", "attention_compared", "words"),
+    [
+        ("transformer.layers.0.attention.dense", True, "its weight or its bias"),
+        ("transformer.layers.0.attention.dense", False, "rotary base and kind"),
+        ("transformer.layers.3.mlp", True, "experts"),
+        ("transformer.layers.3.residual", True, "adds up"),
+    ],
+)
+def test_a_difference_is_put_down_to_no_more_than_was_compared(module, attention_compared, words):
+    assert words in explain_part(module, attention_compared=attention_compared)
