@@ -3,9 +3,13 @@
 A part of the capture script: `capture_kit` joins it with the others into one file for the build machine. tensorrt_llm
 is imported when an engine is opened. Sampling is greedy everywhere.
 
-- `ModelRunnerCpp` takes a tree from 0.11.0.dev2024051400 on; before, Medusa runs in `ModelRunner` only;
+- `ModelRunnerCpp` takes a tree from 0.11.0.dev2024051400 on, and still in 1.1.0rc6; before, Medusa runs in
+  `ModelRunner` only;
 - `LLM` with MedusaDecodingConfig from 0.16.0.dev2024121000 on, under `tensorrt_llm._tensorrt_engine` from 1.0 on
   (runtime/model_runner.py, runtime/model_runner_cpp.py, llmapi/llm.py of those releases).
+
+From 0.20.0 on the executor keeps generation logits only when it is asked to, whatever the engine was built with: once
+when the engine is opened, and once with every call.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ def choose_api(wanted: str) -> str:
     return "ModelRunner" if hasattr(runtime, "ModelRunner") else "LLM"
 
 
-def open_runner_cpp(folder: Path, kind: str, rank: int, request: dict):
+def open_runner_cpp(folder: Path, kind: str, rank: int, request: dict, keep_logits: bool = False):
     """The C++ session behind `tensorrt_llm.runtime.ModelRunnerCpp`."""
     from tensorrt_llm.runtime import ModelRunnerCpp
 
@@ -44,10 +48,12 @@ def open_runner_cpp(folder: Path, kind: str, rank: int, request: dict):
     }
     if kind == "medusa":
         options["medusa_choices"] = request["medusa_choices"]
+    if keep_logits and "gather_generation_logits" in inspect.signature(ModelRunnerCpp.from_dir).parameters:
+        options["gather_generation_logits"] = True
     return open_runner(ModelRunnerCpp, options, {}, rank, request)
 
 
-def open_runner_python(folder: Path, kind: str, rank: int, request: dict):
+def open_runner_python(folder: Path, kind: str, rank: int, request: dict, keep_logits: bool = False):
     """The Python session behind `tensorrt_llm.runtime.ModelRunner`; it wants the tree with every call as well."""
     from tensorrt_llm.runtime import ModelRunner
 
@@ -65,10 +71,12 @@ def open_runner(runner_class, options: dict, call_options: dict, rank: int, requ
     import torch
 
     runner = runner_class.from_dir(**options)
+    asks_for_logits = "output_generation_logits" in inspect.signature(runner_class.generate).parameters
 
     def run(group: list, run_options: dict, keep_logits: bool) -> dict:
         prompts = [request["prompts"][index] for index in group]
         is_streamed = run_options.get("streamed", False)
+        wanted = keep_logits and not is_streamed
         with torch.no_grad():
             outputs = runner.generate(
                 [torch.tensor(prompt, dtype=torch.int32) for prompt in prompts],
@@ -81,6 +89,7 @@ def open_runner(runner_class, options: dict, call_options: dict, rank: int, requ
                 streaming=is_streamed,
                 output_sequence_lengths=True,
                 return_dict=True,
+                **({"output_generation_logits": True} if wanted and asks_for_logits else {}),
                 **call_options,
             )
             chunks = list(outputs) if is_streamed else [outputs]
@@ -90,7 +99,7 @@ def open_runner(runner_class, options: dict, call_options: dict, rank: int, requ
         if is_streamed:
             lengths = [read_outputs(chunk, prompts, request)["lengths"] for chunk in chunks]
             answer["accepted"] = count_accepted(lengths, prompts)
-        if keep_logits and not is_streamed and getattr(runner, "gather_generation_logits", False):
+        if wanted:
             answer["logits"] = read_logits(chunks[-1].get("generation_logits"), answer["tokens"])
         return answer
 
@@ -157,7 +166,7 @@ def read_logits(logits, tokens: list) -> list | None:
     return [logits[row, : len(tokens[row])].float().cpu().numpy() for row in range(len(tokens))]
 
 
-def open_llm(folder: Path, kind: str, rank: int, request: dict):
+def open_llm(folder: Path, kind: str, rank: int, request: dict, keep_logits: bool = False):
     """The LLM API on a built engine, TensorRT backend."""
     try:
         from tensorrt_llm._tensorrt_engine import LLM
@@ -166,6 +175,8 @@ def open_llm(folder: Path, kind: str, rank: int, request: dict):
     from tensorrt_llm.llmapi import MedusaDecodingConfig, SamplingParams
 
     options = {"model": str(folder), "skip_tokenizer_init": True}
+    if keep_logits and "gather_generation_logits" in llm_fields():
+        options["gather_generation_logits"] = True
     if kind == "medusa":
         settings = {"medusa_choices": request["medusa_choices"], "num_medusa_heads": request["num_medusa_heads"]}
         fields = getattr(MedusaDecodingConfig, "model_fields", None)
@@ -203,6 +214,16 @@ def open_llm(folder: Path, kind: str, rank: int, request: dict):
         return answer
 
     return run
+
+
+def llm_fields() -> set:
+    """Settings that LLM takes beyond its signature: it hands them on to a class of its arguments."""
+    try:
+        from tensorrt_llm.llmapi import llm_args
+    except ImportError:
+        return set()
+    arguments = getattr(llm_args, "TrtLlmArgs", None) or getattr(llm_args, "LlmArgs", None)
+    return set(getattr(arguments, "model_fields", None) or ())
 
 
 OPENERS = {"ModelRunnerCpp": open_runner_cpp, "ModelRunner": open_runner_python, "LLM": open_llm}

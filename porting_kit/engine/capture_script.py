@@ -106,7 +106,7 @@ def capture(args: argparse.Namespace) -> int:
     jobs += [("base", args.base_engine_dir)] if args.base_engine_dir else []
     for kind, folder in jobs:
         try:
-            runner = OPENERS[api](folder, kind, rank, REQUEST)
+            runner = OPENERS[api](folder, kind, rank, REQUEST, args.logits)
         except Exception:
             document["runs"].append({"name": f"{kind} opened", "kind": kind, "error": last_error()})
             continue

@@ -241,23 +241,48 @@ def test_a_refusal_of_the_kernels_comes_back_as_one(built, tmp_path, fault, run)
         ("0.10.0.dev2024043000", "ModelRunner"),
         ("0.11.0.dev2024062500", "ModelRunnerCpp"),
         ("0.16.0.dev2024121000", "ModelRunnerCpp"),
-        ("1.0.0", "LLM"),
+        ("0.20.0", "ModelRunnerCpp"),
+        ("1.1.0rc6", "ModelRunnerCpp"),
     ],
 )
 def test_each_release_is_run_by_its_own_api(built, tmp_path, release, api):
     """The engine says which release built it, so each gets a copy that names its own."""
+    capture_by(built, tmp_path, release, api)
+
+
+@pytest.mark.parametrize("release", ["0.16.0.dev2024121000", "0.20.0", "1.1.0rc6"])
+def test_the_llm_api_runs_it_too(built, tmp_path, release):
+    capture_by(built, tmp_path, release, "LLM", "--api", "LLM")
+
+
+@pytest.mark.parametrize(
+    ("release", "options"),
+    [
+        ("0.16.0.dev2024121000", ()),
+        ("0.20.0", ()),
+        ("1.1.0rc6", ()),
+        ("1.1.0rc6", ("--api", "LLM")),
+    ],
+)
+def test_logits_are_kept_where_the_release_must_be_asked_for_them(built, tmp_path, release, options):
+    """From 0.20 on an executor that is not opened for logits keeps none, whatever the engine was built with."""
+    capture_by(built, tmp_path, release, None, "--logits", *options)
+    assert read_capture_file(tmp_path / "captured.npz").logits
+
+
+def capture_by(built, tmp_path, release, api, *options):
     engine = tmp_path / "engine"
     shutil.copytree(built / "run" / "engine" / "trtllm", engine)
     (engine / "porting_record.json").unlink()
     config = json.loads((engine / "config.json").read_text())
     (engine / "config.json").write_text(json.dumps(config | {"version": release}))
-    done = capture(built, tmp_path / "captured.npz", "--engine-dir", str(engine), release=release)
+    done = capture(built, tmp_path / "captured.npz", "--engine-dir", str(engine), *options, release=release)
     assert done.returncode == 0, done.stderr
     found = read_capture_file(tmp_path / "captured.npz")
-    assert (found.api, found.failures, found.engine_release) == (api, [], release)
+    assert (found.api, found.failures, found.engine_release) == (api or found.api, [], release)
     names = {run.name for run in found.runs}
     assert {"medusa batch 1", "medusa batch 2", "medusa batch 4", "repeat"} <= names
-    assert ("streamed" in names) == (api != "ModelRunner")
+    assert ("streamed" in names) == (found.api != "ModelRunner")
     assert all(len(rows[0]) >= 1 for run in found.runs for rows in run.tokens)
 
 

@@ -34,23 +34,22 @@ FACTS = ReleaseFacts(
         plugin_types=("auto", "float16", "float32", "bfloat16", "int32", "fp8", "disable"),
         speculative_modes=("draft_tokens_external", "lookahead_decoding", "medusa", "explicit_draft_tokens", "eagle"),
         flags=words(
-            "bert_attention_plugin bert_context_fmha_fp32_acc build_config checkpoint_dir context_fmha dry_run "
-            "enable_debug_output fast_build fp8_rowwise_gemm_plugin gather_all_token_logits gather_context_logits "
-            "gather_generation_logits gemm_plugin gemm_swiglu_plugin gpt_attention_plugin input_timing_cache "
-            "kv_cache_type log_level logits_dtype lora_ckpt_source lora_dir lora_plugin lora_target_modules "
-            "low_latency_gemm_plugin low_latency_gemm_swiglu_plugin mamba_conv1d_plugin max_batch_size "
-            "max_beam_width max_decoder_seq_len max_draft_len max_encoder_input_len max_input_len max_lora_rank "
+            "auto_parallel bert_attention_plugin bert_context_fmha_fp32_acc build_config checkpoint_dir "
+            "cluster_key context_fmha dry_run enable_debug_output fast_build fp8_rowwise_gemm_plugin "
+            "gather_all_token_logits gather_context_logits gather_generation_logits gemm_plugin "
+            "gemm_swiglu_plugin gpt_attention_plugin gpus_per_node input_timing_cache kv_cache_type log_level "
+            "logits_dtype lora_ckpt_source lora_dir lora_plugin lora_target_modules low_latency_gemm_plugin "
+            "low_latency_gemm_swiglu_plugin mamba_conv1d_plugin max_batch_size max_beam_width "
+            "max_decoder_seq_len max_draft_len max_encoder_input_len max_input_len max_lora_rank "
             "max_multimodal_len max_num_tokens max_prompt_embedding_table_size max_seq_len model_cls_file "
-            "model_cls_name model_config moe_plugin monitor_memory multiple_profiles nccl_plugin opt_num_tokens "
-            "output_dir output_timing_cache paged_kv_cache paged_state pp_reduce_scatter profiling_verbosity "
-            "reduce_fusion remove_input_padding speculative_decoding_mode streamingllm strip_plan "
-            "tokens_per_block use_fp8_context_fmha use_fused_mlp use_paged_context_fmha user_buffer "
+            "model_cls_name model_config moe_plugin monitor_memory multiple_profiles nccl_plugin "
+            "opt_num_tokens output_dir output_timing_cache paged_kv_cache paged_state pp_reduce_scatter "
+            "profiling_verbosity reduce_fusion remove_input_padding speculative_decoding_mode streamingllm "
+            "strip_plan tokens_per_block use_fp8_context_fmha use_fused_mlp use_paged_context_fmha user_buffer "
             "visualize_network weight_sparsity weight_streaming workers"
         ),
         complete=False,
-        source=(
-            "commands/build.py and plugin/plugin.py, one stored later version; trtllm-build page of the documentation"
-        ),
+        source="commands/build.py and plugin/plugin.py: what 0.16.0.dev2024121000 and 0.20.0 both know",
     ),
     run=RunFacts(
         needs_py_session=False,

@@ -12,6 +12,7 @@ class LLM:
         if not given.get("skip_tokenizer_init"):
             raise RuntimeError("an engine folder brings no tokenizer")
         config = given.get("speculative_config")
+        self.keeps_logits = given.get("gather_generation_logits", False) or not signatures.is_from((0, 20))
         self.engine = Engine(given["model"], None if config is None else config.medusa_choices)
 
     def generate(self, *args, **kwargs):
@@ -23,7 +24,7 @@ class LLM:
                 outputs=[
                     SimpleNamespace(
                         token_ids=list(row),
-                        generation_logits=logits if getattr(params, "return_generation_logits", None) else None,
+                        generation_logits=logits if self.keeps_logits and params.return_generation_logits else None,
                     )
                 ]
             )

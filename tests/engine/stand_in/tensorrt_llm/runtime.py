@@ -6,7 +6,7 @@ from . import signatures
 from .engine import Engine
 
 PYTHON_BINDINGS = True
-SAMPLING = signatures.RECORDED.get("SamplingConfig", "").split()
+SAMPLING = [word for entry in ("SamplingConfig", "ModelRunnerCpp.sampling") for word in signatures.words_of(entry)]
 
 
 class _Runner:
@@ -68,13 +68,20 @@ class ModelRunnerCpp(_Runner):
             return self._stream(given, prompts, found)
         counted = [len(row) - end for row, end in zip(found.tokens, ends, strict=True)]
         outputs = self._outputs(given, prompts, found.tokens, counted)
-        if self.gather_generation_logits:
+        if self._keeps_logits(given):
             longest = max(len(rows) for rows in found.logits)
             table = torch.zeros(len(prompts), 1, longest, found.logits[0].shape[-1])
             for index, rows in enumerate(found.logits):
                 table[index, 0, : len(rows)] = rows
             outputs["generation_logits"] = table
         return outputs
+
+    def _keeps_logits(self, given):
+        """From 0.20 on the executor must be opened for it, and asked with every call or by the engine."""
+        if "gather_generation_logits" not in signatures.words_of("ModelRunnerCpp.from_dir"):
+            return self.gather_generation_logits
+        asked = self.gather_generation_logits or given.get("output_generation_logits")
+        return bool(self.limits.get("gather_generation_logits") and asked)
 
     def _stream(self, given, prompts, found):
         (row,), (accepted,) = found.tokens, found.accepted_lengths

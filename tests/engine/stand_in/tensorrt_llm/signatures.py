@@ -16,9 +16,19 @@ def offers(name):
     return any(entry.split(".")[0] == name for entry in RECORDED)
 
 
+def words_of(name):
+    """The recorded names of an entry; none for one that the release has not."""
+    return RECORDED.get(name, "").split()
+
+
+def is_from(number):
+    """Whether the release is this one or a later one."""
+    return tuple(map(int, RELEASE.split(".")[:2])) >= number
+
+
 def is_late():
     """From 1.0 on the engine's LLM stands in a module of its own."""
-    return int(RELEASE.split(".")[0]) >= 1
+    return is_from((1, 0))
 
 
 def signature_of(name):
