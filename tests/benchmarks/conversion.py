@@ -2,10 +2,12 @@
 
 Run `python -m tests.benchmarks.conversion [--quick] [--json] [--source TREE] [--folder DIR]`. A LLaMA of random
 bfloat16 weights is written into DIR and converted to float16, each conversion in a process of its own; plain writes
-alternate with conversions, so that a busy machine slows both. The source lies in the page cache, as after a download.
+alternate with conversions, so that a busy machine slows both. The source lies in the page cache, as after a download;
+that of a 7B may not fit there, so its `copy_ratio` has both sides read it from the disk.
 Digests of the source files are taken in every run, as a user's run takes them; the proof by the inverse rules is not.
 
 `write_ratio`: conversion over writing as many bytes from memory in order, both until they are on the disk.
+`copy_ratio`: conversion over reading the source and writing it again in order, with nothing in the page cache.
 `memcpy_ratio`: conversion over memcpy between two mapped files, source and output on tmpfs.
 `peak_over_largest_mib`: largest VmHWM of all runs (mapped file pages that are resident count) less the largest tensor.
 """
@@ -144,6 +146,34 @@ def time_memcpy(base: Path, folder: Path) -> float:
     return seconds
 
 
+def time_copy(base: Path, folder: Path) -> float:
+    """Seconds to read all shards from the disk and write them again, in order, flushed."""
+    forget_pages(base)
+    started = time.perf_counter()
+    for shard in sorted(base.glob("*.safetensors")):
+        with shard.open("rb", buffering=0) as source, (folder / shard.name).open("wb", buffering=0) as target:
+            while block := source.read(BLOCK_BYTES):
+                target.write(block)
+            os.fsync(target.fileno())
+    seconds = time.perf_counter() - started
+    for shard in base.glob("*.safetensors"):
+        (folder / shard.name).unlink()
+    return seconds
+
+
+def convert_uncached(base: Path, folder: Path) -> dict[str, Any]:
+    """A conversion whose source has to be read from the disk."""
+    forget_pages(base)
+    return run_conversion(base, folder)
+
+
+def forget_pages(base: Path) -> None:
+    """Take the source out of the page cache, as a model larger than the memory is."""
+    for shard in base.glob("*.safetensors"):
+        with shard.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def alternate(rounds: int, baseline: Callable[[], float], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Baseline and conversion in turn; the ratio is the median of the rounds' ratios."""
     times, runs = [], []
@@ -183,6 +213,9 @@ def measure(folder: Path, *, size: str, source: str | None, rounds: int) -> dict
         "write_ratio": disk["ratio"],
         "disk": disk,
     }
+    if size == "7b":
+        document["copy"] = alternate(rounds, lambda: time_copy(base, folder), lambda: convert_uncached(base, folder))
+        document["copy_ratio"] = document["copy"]["ratio"]
     if rounds > 2:
         document["same_dtype"] = alternate(
             rounds,
