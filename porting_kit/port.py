@@ -392,4 +392,10 @@ def _port_file_error(error: ValidationError, where: object) -> PortFileError:
         expected=expected,
         found=repr(first.get("input"))[:120],
         where=where,
+        next_step=f"put the value in quotes: {dotted}: '...'" if is_read_as_other(first) else None,
     )
+
+
+def is_read_as_other(problem: Mapping[str, Any]) -> bool:
+    """YAML made a number, a date or a mapping of what was meant as text: 0.11, or a word that ends in a colon."""
+    return problem["type"] == "string_type" and not isinstance(problem.get("input"), (list, type(None)))

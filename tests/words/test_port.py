@@ -161,3 +161,17 @@ def test_an_override_inside_a_value_that_is_no_section(tmp_path):
 def test_a_rank_must_be_a_whole_number(tree: list) -> None:
     with pytest.raises(PortFileError, match="unusable value for 'tree'"):
         make_port({"name": "x", "base": "a", "heads": "b", "tree": tree}, folder=Path())
+
+
+@pytest.mark.parametrize(("override", "value"), [("trtllm.release", 0.11), ("kernel", {"release": None}), ("name", 7)])
+def test_text_that_yaml_read_as_something_else_is_to_be_quoted(override, value):
+    with pytest.raises(PortFileError) as caught:
+        make_port(MINIMAL, {override: value}, folder=Path())
+    assert repr(value) in str(caught.value)
+    assert f"in quotes: {override}:" in caught.value.next_step
+
+
+def test_quotes_are_not_advised_where_a_list_was_given():
+    with pytest.raises(PortFileError) as caught:
+        make_port(MINIMAL, {"kernel": ["exact"]}, folder=Path())
+    assert "quotes" not in str(caught.value)
