@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from porting_kit.architectures.config_reader import LETTER_OF, Origin, normalise_config
-from porting_kit.architectures.family import Family, Refusal, find_family, load_families
+from porting_kit.architectures.family import Family, LayerTraits, Refusal, find_family, load_families
 from porting_kit.architectures.releases import release_key
 from porting_kit.architectures.rules import condition_terms
 from porting_kit.errors import BaseModelError
@@ -37,6 +37,7 @@ class BaseConfig:
         output_scale: factor on the logits that goes into the output matrix.
         embedding_scale: factor on the embeddings that the class applies.
         switches: the family's switches; None where the config is silent.
+        layers: what each layer has of its own; empty where layers are alike.
         refusals: settings TensorRT-LLM's class cannot follow; `require_supported` raises for them.
         origins: attribute -> where it came from.
         unread_keys: config keys that no attribute, field or requirement read, and that matter at run time.
@@ -78,6 +79,7 @@ class BaseConfig:
     output_scale: float = 1.0
     embedding_scale: float | None = None
     switches: Mapping[str, bool | None] = field(default_factory=dict)
+    layers: tuple[LayerTraits, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False)
     unread_keys: tuple[str, ...] = ()
@@ -95,14 +97,24 @@ class BaseConfig:
         values = {letter: getattr(self, name) for name, letter in LETTER_OF.items()}
         return {letter: value for letter, value in values.items() if value is not None}
 
+    def layer_dims(self, layer: int | None) -> dict[str, int]:
+        """The same for one layer; None is outside the layers."""
+        return self.dims if layer is None or not self.layers else self.dims | dict(self.layers[layer].sizes)
+
+    @property
+    def written_layers(self) -> list[dict[str, Any]]:
+        """The layers' entries in the checkpoint's config.json."""
+        return [dict(layer.written) for layer in self.layers]
+
     def switch(self, name: str) -> bool:
         """A switch's value; the family's default where the config is silent."""
         value = self.switches[name]
         return self.definition.switches[name].default if value is None else value
 
-    def applies(self, condition: str | None) -> bool:
-        """Whether a rule's `when` holds."""
-        return all(self.switch(name) == wanted for name, wanted in condition_terms(condition))
+    def applies(self, condition: str | None, layer: int | None = None) -> bool:
+        """Whether a rule's `when` holds, in one layer where layers differ."""
+        own = self.layers[layer].switches if self.layers and layer is not None else {}
+        return all(own.get(name, self.switch(name)) == wanted for name, wanted in condition_terms(condition))
 
     def with_evidence(self, tensor_names: Collection[str]) -> BaseConfig:
         """Settle the switches on which the config is silent by the tensors that are there."""

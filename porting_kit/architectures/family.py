@@ -116,6 +116,21 @@ class SettingSince:
 
 
 @dataclass(frozen=True)
+class LayerTraits:
+    """What one layer has of its own, in families whose layers differ.
+
+    Args:
+        sizes: letter -> size, in place of the model's.
+        switches: switch -> value, in place of the model's.
+        written: the layer's entry in the checkpoint's config.json.
+    """
+
+    sizes: Mapping[str, int]
+    switches: Mapping[str, bool]
+    written: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Difference:
     """A place where TensorRT-LLM and Hugging Face compute different numbers from the same weights, by design.
 

@@ -8,7 +8,7 @@ This module does not import torch and does not know any model family.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -136,10 +136,16 @@ class Rule:
         """True when the sources can be had back bit for bit from the target (before the cast to its dtype)."""
         return all(isinstance(operation, MOVING) for operation in self.operations)
 
-    def expand(self, dims: Dims) -> Iterator[tuple[dict[str, int], str, list[tuple[str, Shape]]]]:
+    def expand(
+        self, dims: Dims, layer_dims: Callable[[int | None], Dims] | None = None
+    ) -> Iterator[tuple[dict[str, int], str, list[tuple[str, Shape]]]]:
         """Every (placeholder values, target name, [(source name, shape)]) of this rule for a model of these sizes.
 
         Sources with a placeholder of their own (experts) come expert by expert, each with all its parts.
+
+        Args:
+            dims: the model's sizes.
+            layer_dims: a layer's number -> its sizes, where layers differ.
         """
         outer = placeholders(self.target)
         inner = tuple(p for p in placeholders(self.sources[0].name) if p not in outer)
@@ -148,10 +154,11 @@ class Rule:
             ranges["i"] = range(evaluate_dim(self.layers[0], dims), evaluate_dim(self.layers[1], dims))
         for values in product(*(ranges[p] for p in outer)):
             numbers = dict(zip(outer, values, strict=True))
+            own = dims if layer_dims is None else layer_dims(numbers.get("i"))
             sources = []
             for inner_values in product(*(range(dims[INDICES[p]]) for p in inner)):
                 every = numbers | dict(zip(inner, inner_values, strict=True))
-                sources += [(source.name.format(**every), source.resolve(dims)) for source in self.sources]
+                sources += [(source.name.format(**every), source.resolve(own)) for source in self.sources]
             yield numbers, self.target.format(**numbers), sources
 
     def target_shape(self, sources: Sequence[Shape], dims: Dims) -> Shape:

@@ -306,7 +306,7 @@ def iterate_targets(
     scalars = plan_scalars(plan)
     for planned in plan.tensors:
         sources = [read_source(planned, name, source, heads) for name in planned.sources]
-        yield planned, sources, build_target(planned, sources, plan.dims, scalars)
+        yield planned, sources, build_target(planned, sources, plan.dims_of(planned), scalars)
 
 
 def _open_inputs(

@@ -31,7 +31,7 @@ def verify_target(
         _compare_forward(planned, whole, sources, plan)
         return
     shapes = [tuple(tensor.shape) for tensor in sources]
-    found = invert_operations(planned.operations, whole, shapes, planned.group, plan.dims, scalars)
+    found = invert_operations(planned.operations, whole, shapes, planned.group, plan.dims_of(planned), scalars)
     same: Callable[[torch.Tensor, torch.Tensor], bool] = _same_bits
     if kinds & {ops.Add, ops.Scale}:
         rounding = torch.finfo(whole.dtype).eps * max(1.0, float(whole.abs().max()))
@@ -66,7 +66,8 @@ def _compare_forward(
     planned: PlannedTensor, whole: torch.Tensor, sources: Sequence[torch.Tensor], plan: ConversionPlan
 ) -> None:
     """Rules that leave rows out or lose lengths have no way back: compare what is left of the source."""
-    again = apply_operations(planned.operations, sources, planned.group, plan.dims, plan_scalars(plan)).to(whole.dtype)
+    dims, scalars = plan.dims_of(planned), plan_scalars(plan)
+    again = apply_operations(planned.operations, sources, planned.group, dims, scalars).to(whole.dtype)
     if not _same_bits(again, whole):
         raise ConversionError(f"{planned.target} does not follow from {', '.join(planned.sources)}")
 

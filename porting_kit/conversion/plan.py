@@ -155,7 +155,7 @@ class _Builder:
 
     def __init__(self, base: BaseConfig, source: TensorSource, tp_size: int, pp_size: int, dtype: str) -> None:
         self.base, self.source, self.dtype = base, source, dtype
-        self.tp_size, self.pp_size, self.dims = tp_size, pp_size, base.dims
+        self.tp_size, self.pp_size = tp_size, pp_size
         self.names = _canonical_names(base.definition, source.names())
         self.canonical = {actual: name for name, actual in self.names.items()}
         self.used: set[str] = set()
@@ -166,9 +166,10 @@ class _Builder:
         missing, mismatched, planned = [], [], []
         untied: list[str] = []
         for rule in self.base.definition.rules:
-            if not self.base.applies(rule.when):
-                continue
-            for numbers, target, sources in rule.expand(self.dims):
+            for numbers, target, sources in rule.expand(self.base.dims, self.base.layer_dims):
+                if not self.base.applies(rule.when, numbers.get("i")):
+                    continue
+                dims = self.base.layer_dims(numbers.get("i"))
                 origin = "base"
                 absent = [name for name, _ in sources if name not in self.names]
                 if absent and rule.tied_from and self.base.tied:
@@ -177,7 +178,7 @@ class _Builder:
                 elif absent and rule.tied_from:
                     untied += absent
                 if absent and rule.zeros_when_absent and len(absent) == len(sources):
-                    planned.append(self._place(rule, numbers, target, (), "zeros", _shape(rule, self.dims)))
+                    planned.append(self._place(rule, numbers, target, (), "zeros", _shape(rule, dims)))
                     continue
                 missing += absent
                 if absent:
@@ -187,7 +188,7 @@ class _Builder:
                 for name, (_, expected) in zip(actual, sources, strict=True):
                     if self.source.shape(name) != expected:
                         mismatched.append(f"{name} {list(self.source.shape(name))} instead of {list(expected)}")
-                shape = rule.target_shape([expected for _, expected in sources], self.dims)
+                shape = rule.target_shape([expected for _, expected in sources], dims)
                 planned.append(self._place(rule, numbers, target, tuple(actual), origin, shape))
         self._raise_missing(missing, untied)
         if mismatched:
@@ -276,7 +277,8 @@ class _Builder:
     ) -> PlannedTensor:
         shape, padded = self._pad(rule.shard, shape)
         stage, name = locate_target(target, numbers.get("i"), rule.pipeline, self.base.num_layers, self.pp_size)
-        pieces = cut_pieces(name, stage, shape, rule.shard, self.dims, self.tp_size)
+        dims = self.base.layer_dims(numbers.get("i"))
+        pieces = cut_pieces(name, stage, shape, rule.shard, dims, self.tp_size)
         return PlannedTensor(
             target=target,
             sources=sources,
@@ -288,6 +290,7 @@ class _Builder:
             dtype=rule.dtype or self.dtype,
             pieces=pieces,
             padded_rows=padded,
+            layer=numbers.get("i"),
         )
 
     def _pad(self, shard: Shard, shape: Shape) -> tuple[Shape, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from porting_kit.architectures.names import Dims, Shape
@@ -62,6 +62,7 @@ class PlannedTensor:
         shape: shape of the whole target, vocabulary padding included.
         padded_rows: rows of vocabulary padding at the end of dimension 0.
         dtype: dtype in the checkpoint.
+        layer: number of the layer in the whole model, None outside the layers.
     """
 
     target: str
@@ -74,6 +75,7 @@ class PlannedTensor:
     dtype: str
     pieces: tuple[Piece, ...]
     padded_rows: int = 0
+    layer: int | None = field(default=None, repr=False)
 
     @property
     def num_bytes(self) -> int:
@@ -110,6 +112,10 @@ class ConversionPlan:
     def rules_digest(self) -> str:
         """SHA-256 of the rules as this plan applies them: targets, sources, operations, slices of every rank."""
         return hashlib.sha256("\n".join(map(repr, self.tensors)).encode()).hexdigest()
+
+    def dims_of(self, planned: PlannedTensor) -> Dims:
+        """Letters -> sizes in a target's own layer."""
+        return self.base.layer_dims(planned.layer) if self.base.layers else self.dims
 
     def rank_tensors(self, rank: int) -> dict[str, tuple[str, Shape]]:
         """Name -> (dtype, shape) of everything in one rank's file."""

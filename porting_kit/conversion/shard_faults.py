@@ -235,10 +235,11 @@ def _read_cutting(
     readers: Sequence[ReadTensor],
 ) -> Cutting:
     values = [read_source(planned, name, source, heads) for name in planned.sources]
-    whole = build_target(planned, values, plan.dims, plan_scalars(plan))
+    dims = plan.dims_of(planned)
+    whole = build_target(planned, values, dims, plan_scalars(plan))
     expected = tuple(cut_piece(whole, planned, piece) for piece in planned.pieces)
     found = tuple(readers[piece.rank](piece.name) for piece in planned.pieces)
-    return Cutting(planned, whole, expected, found, plan.dims)
+    return Cutting(planned, whole, expected, found, dims)
 
 
 def _describe_first(cutting: Cutting) -> str:

@@ -104,7 +104,7 @@ class SpanMaker:
         places = [self._locate(planned, name) for name in planned.sources]
         rows = None
         if places and all(source is not None and source.is_mapped(name) for source, name in places):
-            rows = map_rows(planned, [source.shape(name) for source, name in places], self.plan.dims)
+            rows = map_rows(planned, [source.shape(name) for source, name in places], self.plan.dims_of(planned))
         if rows is None:
             first = ("", 0)
             if places and places[0][0] is not None:
@@ -216,7 +216,7 @@ class SpanMaker:
 
     def _write_whole(self, planned: PlannedTensor, write: Write) -> None:
         sources = [read_source(planned, name, self.source, self.heads) for name in planned.sources]
-        whole = build_target(planned, sources, self.plan.dims, self.scalars)
+        whole = build_target(planned, sources, self.plan.dims_of(planned), self.scalars)
         for piece in planned.pieces:
             write(piece.rank, piece.name, 0, cut_piece(whole, planned, piece))
         del sources, whole

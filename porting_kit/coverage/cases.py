@@ -290,6 +290,8 @@ CASES: tuple[ReferenceCase, ...] = (
     _plain("jais", "jais", "scaled_decoders.Jais"),
     _plain("grok", "grok", "plain_decoders.Grok"),
     _plain("arctic", "arctic", "plain_decoders.Arctic"),
+    _plain("nemotron_nas, parts left out and linear", "nemotron_nas", "uneven_decoders.NemotronNas"),
+    _plain("deci, key/value heads by layer", "nemotron_nas", "uneven_decoders.DeciLM"),
     _case("phi3", "phi3", lambda s: make_config("Phi3", **_modern(s, pad_token_id=0, **rope_settings()))),
     _case(
         "phi3, long rope",

@@ -2,7 +2,8 @@
 
 Each is written from the public description and the tensor names of its model, holds random weights under those names,
 and computes whole prompts in float32. GELU is its tanh form, as TensorRT-LLM always has it. What Medusa heads read is
-what goes into `lm_head`.
+what goes into `lm_head`. Every weight is a parameter and every step of the arithmetic ends in `self.point`, so that
+`alignment.rounding` can make the model compute as a half precision would.
 """
 
 from __future__ import annotations
@@ -42,12 +43,16 @@ class PlainDecoder(torch.nn.Module):
         super().__init__()
         self.size, self.generator = size, torch.Generator().manual_seed(seed)
         self.E, self.H, self.D = size.hidden_size, size.heads, size.hidden_size // size.heads
+        self.point = torch.nn.Identity()
         self.tensors: dict[str, torch.Tensor] = {}
         self.add_weights()
+        self.tensors = {name: torch.nn.Parameter(value, requires_grad=False) for name, value in self.tensors.items()}
+        for name, parameter in self.tensors.items():
+            self.register_parameter(name.replace(".", "/"), parameter)
         raw = self.raw_config()
         self.config = PlainConfig(raw=raw, vocab_size=size.vocab, hidden_size=self.E, model_type=raw["model_type"])
         self.lm_head = torch.nn.Linear(self.E, size.vocab, bias=False)
-        self.lm_head.weight = torch.nn.Parameter(self.output_matrix(), requires_grad=False)
+        self.lm_head.weight = self.output_matrix()
         del self.generator
 
     def add_weights(self) -> None:
@@ -88,17 +93,23 @@ class PlainDecoder(torch.nn.Module):
 
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config.raw), encoding="utf-8")
-        save_file({name: tensor.contiguous() for name, tensor in self.tensors.items()}, folder / "model.safetensors")
+        save_file(
+            {name: tensor.detach().contiguous() for name, tensor in self.tensors.items()}, folder / "model.safetensors"
+        )
 
     # -- arithmetic ----------------------------------------------------------------------------------------------
 
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """A linear layer."""
+        return self.point(linear(x, weight, bias))
+
     def rms(self, x: torch.Tensor, name: str, eps: float = 1e-5) -> torch.Tensor:
         """An RMS norm."""
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * self.tensors[name]
+        return self.point(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * self.tensors[name])
 
     def layer_norm(self, x: torch.Tensor, name: str, eps: float = 1e-5) -> torch.Tensor:
         """A LayerNorm."""
-        return layer_norm(x, (self.E,), self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"], eps)
+        return self.point(layer_norm(x, (self.E,), self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"], eps))
 
     def heads_of(self, x: torch.Tensor) -> torch.Tensor:
         """[B, S, n D] -> [B, n, S, D]."""
@@ -109,7 +120,7 @@ class PlainDecoder(torch.nn.Module):
         D, S = self.D, x.shape[2]
         angles = torch.arange(S)[:, None] * theta ** (-torch.arange(0, D, 2) / D)
         cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
-        return x * cos + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * sin
+        return self.point(x * cos + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * sin)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cap: float = 0.0, bias: Any = 0.0
@@ -120,7 +131,7 @@ class PlainDecoder(torch.nn.Module):
         scores = (cap * torch.tanh(scores / cap) if cap else scores) + bias
         S = q.shape[2]
         scores = scores.masked_fill(torch.ones(S, S).triu(1).bool(), float("-inf"))
-        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return self.point((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
     def mix(
         self, x: torch.Tensor, router: str, expert: str, names: tuple[str, str, str], act: Any, top: int, whole: bool
@@ -133,8 +144,8 @@ class PlainDecoder(torch.nn.Module):
         for number in range(self.tensors[router].shape[0]):
             gate, up, down = (self.tensors[f"{expert}.{number}.{name}.weight"] for name in names)
             share = (weights * (chosen == number)).sum(-1, keepdim=True)
-            out = out + share * linear(act(linear(x, gate)) * linear(x, up), down)
-        return out
+            out = out + share * self.linear(self.point(act(self.linear(x, gate)) * self.linear(x, up)), down)
+        return self.point(out)
 
 
 def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -182,17 +193,18 @@ class Grok(PlainDecoder):
 
     def last_state(self, tokens: torch.Tensor) -> torch.Tensor:
         t = self.tensors
-        x = embedding(tokens, t["model.embed_tokens.weight"]) * self.embedding_scale
+        x = self.point(embedding(tokens, t["model.embed_tokens.weight"]) * self.embedding_scale)
         for layer in range(self.size.layers):
             name = f"model.layers.{layer}"
             inner = self.rms(x, f"{name}.pre_attn_norm.scale")
-            q, k, v = (self.heads_of(linear(inner, t[f"{name}.attn.{part}_proj.weight"])) for part in "qkv")
+            q, k, v = (self.heads_of(self.linear(inner, t[f"{name}.attn.{part}_proj.weight"])) for part in "qkv")
             mixed = self.attend(self.rotate(q, 1e4), self.rotate(k, 1e4), v, self.D**-0.5, cap=self.CAP)
-            x = x + self.rms(linear(mixed, t[f"{name}.attn.o_proj.weight"]), f"{name}.post_attn_norm.scale")
+            mixed = self.linear(mixed, t[f"{name}.attn.o_proj.weight"])
+            x = self.point(x + self.rms(mixed, f"{name}.post_attn_norm.scale"))
             moe, names = f"{name}.moe_block", ("linear", "linear_v", "linear_1")
             inner = self.rms(x, f"{name}.pre_moe_norm.scale")
             experts = self.mix(inner, f"{moe}.gate.weight", f"{moe}.experts", names, tanh_gelu, self.TOP, False)
-            x = x + self.rms(experts, f"{name}.post_moe_norm.scale")
+            x = self.point(x + self.rms(experts, f"{name}.post_moe_norm.scale"))
         return self.rms(x, "model.norm.scale")
 
 
@@ -246,12 +258,13 @@ class Arctic(PlainDecoder):
         for layer in range(self.size.layers):
             name = f"model.layers.{layer}"
             inner = self.rms(x, f"{name}.input_layernorm.weight")
-            q, k, v = (self.heads_of(linear(inner, t[f"{name}.self_attn.{part}_proj.weight"])) for part in "qkv")
+            q, k, v = (self.heads_of(self.linear(inner, t[f"{name}.self_attn.{part}_proj.weight"])) for part in "qkv")
             mixed = self.attend(self.rotate(q, 5e4), self.rotate(k, 5e4), v, self.D**-0.5)
-            after = x + linear(mixed, t[f"{name}.self_attn.o_proj.weight"])
+            after = self.point(x + self.linear(mixed, t[f"{name}.self_attn.o_proj.weight"]))
             inner = self.rms(after, f"{name}.residual_layernorm.weight")
             w1, w2, w3 = (t[f"{name}.residual_mlp.{part}.weight"] for part in ("w1", "w2", "w3"))
             beside, moe = self.rms(x, f"{name}.post_attention_layernorm.weight"), f"{name}.block_sparse_moe"
             experts = self.mix(beside, f"{moe}.gate.weight", f"{moe}.experts", ("w1", "w3", "w2"), silu, self.TOP, True)
-            x = after + linear(silu(linear(inner, w1)) * linear(inner, w3), w2) + experts
+            residual = self.linear(self.point(silu(self.linear(inner, w1)) * self.linear(inner, w3)), w2)
+            x = self.point(after + residual + experts)
         return self.rms(x, "model.norm.weight")

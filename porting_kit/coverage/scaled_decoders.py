@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, silu
 
 from porting_kit.coverage.plain_decoders import PlainDecoder
 
@@ -50,21 +50,21 @@ class Jais(PlainDecoder):
 
     def dense(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """A linear layer stored as [in, out]."""
-        return x @ self.tensors[f"{name}.weight"] + self.tensors[f"{name}.bias"]
+        return self.point(x @ self.tensors[f"{name}.weight"] + self.tensors[f"{name}.bias"])
 
     def last_state(self, tokens: torch.Tensor) -> torch.Tensor:
         S = tokens.shape[1]
         slopes = 2.0 ** (-8.0 * torch.arange(1, self.H + 1) / self.H)
         bias = -slopes[:, None, None] * (torch.arange(S)[:, None] - torch.arange(S))
-        x = embedding(tokens, self.tensors["transformer.wte.weight"]) * self.embedding_scale
+        x = self.point(embedding(tokens, self.tensors["transformer.wte.weight"]) * self.embedding_scale)
         for layer in range(self.size.layers):
             name = f"transformer.h.{layer}"
             q, k, v = self.dense(self.layer_norm(x, f"{name}.ln_1"), f"{name}.attn.c_attn").split(self.E, dim=-1)
             mixed = self.attend(*map(self.heads_of, (q, k, v)), 1.0 / self.D, bias=bias)
-            x = x + self.dense(mixed, f"{name}.attn.c_proj")
+            x = self.point(x + self.dense(mixed, f"{name}.attn.c_proj"))
             inner = self.layer_norm(x, f"{name}.ln_2")
-            gated = self.dense(inner, f"{name}.mlp.c_fc") * silu(self.dense(inner, f"{name}.mlp.c_fc2"))
-            x = x + self.dense(gated, f"{name}.mlp.c_proj")
+            gated = self.point(self.dense(inner, f"{name}.mlp.c_fc") * silu(self.dense(inner, f"{name}.mlp.c_fc2")))
+            x = self.point(x + self.dense(gated, f"{name}.mlp.c_proj"))
         return self.layer_norm(x, "transformer.ln_f")
 
 
@@ -111,7 +111,7 @@ class Phi3Small(PlainDecoder):
 
     def dense(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """A linear layer with a bias."""
-        return linear(x, self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"])
+        return self.linear(x, self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"])
 
     def gegelu(self, x: torch.Tensor) -> torch.Tensor:
         """Even columns gate (x sigmoid(1.702 x)), odd ones are linear plus one; both are limited."""
@@ -121,7 +121,7 @@ class Phi3Small(PlainDecoder):
     def last_state(self, tokens: torch.Tensor) -> torch.Tensor:
         B, S = tokens.shape
         K, D, theta = self.size.kv_heads, self.D, self.theta
-        x = embedding(tokens, self.tensors["model.embed_tokens.weight"]) * self.embedding_scale
+        x = self.point(embedding(tokens, self.tensors["model.embed_tokens.weight"]) * self.embedding_scale)
         for layer in range(self.size.layers):
             name = f"model.layers.{layer}"
             packed = self.dense(self.layer_norm(x, f"{name}.input_layernorm"), f"{name}.self_attn.query_key_value")
@@ -129,7 +129,8 @@ class Phi3Small(PlainDecoder):
             q = groups[:, :, :, :-2].permute(0, 1, 3, 2, 4).flatten(1, 2)
             k, v = groups[..., -2, :], groups[..., -1, :]
             mixed = self.attend(self.rotate(q, theta), self.rotate(k, theta), v, 1.0 / D)
-            x = x + self.dense(mixed, f"{name}.self_attn.dense")
+            x = self.point(x + self.dense(mixed, f"{name}.self_attn.dense"))
             inner = self.layer_norm(x, f"{name}.post_attention_layernorm")
-            x = x + self.dense(self.gegelu(self.dense(inner, f"{name}.mlp.up_proj")), f"{name}.mlp.down_proj")
+            gated = self.point(self.gegelu(self.dense(inner, f"{name}.mlp.up_proj")))
+            x = self.point(x + self.dense(gated, f"{name}.mlp.down_proj"))
         return self.layer_norm(x, "model.final_layernorm")

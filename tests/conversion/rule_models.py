@@ -74,6 +74,18 @@ RAW: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mpt": ("MPTForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 37, "max_seq_len": 64}),
     "nemotron": ("NemotronForCausalLM", LIKE_LLAMA),
+    "nemotron_nas": (
+        "DeciLMForCausalLM",
+        {**LIKE_LLAMA, "num_key_value_heads": None, "intermediate_size": None, "num_hidden_layers": 4}
+        | {
+            "block_configs": [
+                {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}},
+                {"attention": {"no_op": True}, "ffn": {"replace_with_linear": True}},
+                {"attention": {"replace_with_linear": True}, "ffn": {"no_op": True}},
+                {"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": 20.0}},
+            ]
+        },
+    ),
     "opt": ("OPTForCausalLM", {**ALL_HEADS, "ffn_dim": 48, "word_embed_proj_dim": 24}),
     "persimmon": ("PersimmonForCausalLM", ALL_HEADS),
     "phi": ("PhiForCausalLM", ALL_HEADS),
@@ -106,11 +118,12 @@ def source_shapes(base: BaseConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor the family's rules read for this model (no output matrix where it is tied)."""
     shapes: dict[str, tuple[int, ...]] = {}
     for rule in base.definition.rules:
-        if not base.applies(rule.when) or rule.zeros_when_absent:
+        if rule.zeros_when_absent:
             continue
         first = 1 if rule.tied_from and base.tied else 0  # the embedding stands in for the output matrix
-        for _, _, sources in rule.expand(base.dims):
-            shapes.update(sources[first:])
+        for numbers, _, sources in rule.expand(base.dims, base.layer_dims):
+            if base.applies(rule.when, numbers.get("i")):
+                shapes.update(sources[first:])
     return shapes
 
 

@@ -16,17 +16,21 @@ from porting_kit.errors import ConversionError
 from tests.conversion.rule_models import RAW, head_tensors, raw_config, write_model
 
 FAMILIES = sorted(load_families())
+# Every dtype at every number of ranks; half of them, such that each of both is met, in the quick run.
+QUICK = {("float32", 1), ("float16", 2), ("float32", 4)}
+EVERY = [(dtype, tp_size) for dtype in ("float32", "float16") for tp_size in (1, 2, 4)]
+WAYS = [way if way in QUICK else pytest.param(*way, marks=pytest.mark.slow) for way in EVERY]
 
 
 def test_every_family_has_a_config() -> None:
     assert sorted(RAW) == FAMILIES
 
 
-@pytest.mark.parametrize(("dtype", "tp_size"), [("float32", 1), ("float16", 2), ("float32", 4)])
+@pytest.mark.parametrize(("dtype", "tp_size"), WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_way_back_gives_the_source(family: str, dtype: str, tp_size: int, tmp_path: Path) -> None:
     raw = raw_config(family)
-    tensors = write_model(tmp_path / "base", raw)
+    tensors = write_model(tmp_path / "base", raw, dtype=getattr(torch, dtype))
     save_file(head_tensors(2, vocab=read_base_config(raw).vocab_size), tmp_path / "medusa_lm_head.safetensors")
     heads = read_head_set(tmp_path / "medusa_lm_head.safetensors")
     outcome = convert_checkpoint(tmp_path / "base", tmp_path / "out", heads=heads, dtype=dtype, tp_size=tp_size)

@@ -404,6 +404,7 @@ CASES: dict[str, TinyCase] = {
     "arctic": TinyCase("arctic", None, covered="arctic"),
     "exaone": TinyCase("exaone", None, covered="exaone"),
     "jais": TinyCase("jais", None, covered="jais"),
+    "nemotron_nas": TinyCase("nemotron_nas", None, covered="nemotron_nas, parts left out and linear"),
     "phi3_small": TinyCase("phi3_small", None, covered="phi3_small, no blocks"),
     "phimoe": TinyCase("phimoe", None, covered="phimoe"),
     # one rotary base and no short window, so that the older class computes the same; both are told apart by the config

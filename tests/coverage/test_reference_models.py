@@ -13,7 +13,8 @@ from porting_kit.coverage.heads import NUM_HEADS, head_logits, write_fitted_head
 from porting_kit.coverage.reference_models import ModelSize, make_reference, save_reference
 
 BY_NAME = {case.name: case for case in CASES}
-PLAIN = ["grok", "arctic", "jais", "phi3_small"]
+UNEVEN = ["nemotron_nas, parts left out and linear", "deci, key/value heads by layer"]
+PLAIN = ["grok", "arctic", "jais", "phi3_small", *UNEVEN]
 FOREIGN = [case.name for case in CASES if case.rename is not None and case.size.vocab < 1000]
 
 

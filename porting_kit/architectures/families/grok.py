@@ -75,9 +75,14 @@ FAMILY = Family(
     differences=(GELU_IS_TANH,),
     handled_keys=("attn_output_multiplier", "max_attn_value"),
     pipeline=True,
-    first_release="0.12.0.dev2024070900",
-    head_size_since="0.12.0.dev2024070900",
+    first_release="0.11.0.dev2024060400",
+    head_size_since="0.11.0.dev2024060400",
     broken=(
+        (
+            "0.11.0.dev2024061800",
+            "0.12.0.dev2024070900",
+            "its class wants an object `moe` in its config, where a config.json can only put a dict",
+        ),
         ("0.14.0.dev2024092400", "0.15.0.dev2024101500", "its class hands the experts' settings on in the wrong order"),
     ),
 )
