@@ -236,6 +236,15 @@ def coverage(
     dtype: Annotated[
         str, typer.Option("--dtype", help="float32, or float16 or bfloat16 within four times the measured rounding.")
     ] = "float32",
+    tp: Annotated[
+        list[int] | None, typer.Option("--tp", help="Also on so many tensor-parallel ranks; may be given again.")
+    ] = None,
+    pp: Annotated[
+        list[int] | None, typer.Option("--pp", help="Also on so many pipeline ranks; may be given again.")
+    ] = None,
+    part: Annotated[
+        str, typer.Option("--part", help="K/N: only the K-th of N parts of the rows, for N processes.")
+    ] = "1/1",
     as_json: AsJson = False,
 ) -> None:
     """Patch, run and compare every decoder of a tree with Hugging Face. Runs the tree's code: trust it."""
@@ -245,7 +254,17 @@ def coverage(
         print(line, file=sys.stderr, flush=True)
 
     _report(
-        lambda: check_coverage(source, architectures=arch or (), dtype=dtype, progress=say), format_coverage, as_json
+        lambda: check_coverage(
+            source,
+            architectures=arch or (),
+            dtype=dtype,
+            tp_sizes=tp or (),
+            pp_sizes=pp or (),
+            part=part,
+            progress=say,
+        ),
+        format_coverage,
+        as_json,
     )
 
 

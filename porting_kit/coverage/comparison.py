@@ -11,6 +11,7 @@ from typing import Any
 
 from porting_kit.alignment.noise import relative_error
 from porting_kit.alignment.reference import Reference
+from porting_kit.coverage.precision import Bounds, emit_nearly_best
 from porting_kit.medusa.tree import MedusaTree
 
 CHOICES = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
@@ -32,6 +33,33 @@ class Errors:
     context: float
     tree: float
     heads: float | None = None
+
+
+class RememberedReference:
+    """A reference that computes each text once. It is right only as long as nobody changes the model.
+
+    Args:
+        reference: the base, computing what the library computes.
+    """
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference, self._known = reference, {}
+        self.vocab_size = reference.vocab_size
+
+    def logits(self, texts: Sequence[Sequence[int]]) -> list[Any]:
+        """As `Reference.logits`."""
+        return self._recall("logits", texts)
+
+    def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[Any]:
+        """As `Reference.hidden_states`."""
+        return self._recall("hidden_states", texts)
+
+    def _recall(self, what: str, texts: Sequence[Sequence[int]]) -> list[Any]:
+        keys = [(what, *map(int, text)) for text in texts]
+        for key, text in zip(keys, texts, strict=True):
+            if key not in self._known:
+                (self._known[key],) = getattr(self._reference, what)([text])
+        return [self._known[key] for key in keys]
 
 
 def coverage_tree() -> MedusaTree:
@@ -130,3 +158,21 @@ def compare_model(
         expected = torch.stack([each[-1] for each in reference.logits(texts)])
         worst = max(worst, relative_error(output.logits[:, 0, :V], expected))
     return Errors(context, worst, head_error)
+
+
+def compare_tokens(
+    model: Any, reference: Any, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], bounds: Bounds
+) -> tuple[bool, float]:
+    """(Medusa's tokens are the base's, mean accepted length).
+
+    In half precision a token within rounding of the base's own is as good.
+    """
+    from porting_kit.medusa.decoding import generate_medusa
+
+    generation = generate_medusa(model, coverage_tree(), prompts, NEW_TOKENS)
+    wanted = [list(text[len(prompt) :]) for text, prompt in zip(texts, prompts, strict=True)]
+    equal = generation.tokens == wanted
+    if not equal and bounds != Bounds():
+        equal = emit_nearly_best(reference, prompts, generation.tokens, bounds.logits)
+    lengths = [length for row in generation.accepted_lengths for length in row]
+    return equal, sum(lengths) / len(lengths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +16,10 @@ from porting_kit.architectures.releases import release_key
 from porting_kit.coverage.cases import WITHOUT_REFERENCE
 from porting_kit.coverage.comparison import (
     NEW_TOKENS,
+    RememberedReference,
     compare_context,
     compare_model,
+    compare_tokens,
     continue_greedily,
     coverage_tree,
     draw_prompts,
@@ -29,9 +32,10 @@ from porting_kit.coverage.positions import (
     with_single_positions,
     without_computed_positions,
 )
-from porting_kit.coverage.precision import BOUND, Bounds, emit_nearly_best, measure_bounds
+from porting_kit.coverage.precision import BOUND, Bounds, measure_bounds
 from porting_kit.coverage.reference_models import ReferenceCase, make_reference, save_reference
-from porting_kit.coverage.row import Row
+from porting_kit.coverage.row import Row, ShardedRun
+from porting_kit.coverage.sharded import RankGroups, Sharding, Subject
 from porting_kit.coverage.unlisted import UNLISTED
 from porting_kit.errors import BaseModelError, EnvironmentMissing, PortFileError, PortingKitError
 from porting_kit.patching import MedusaModule, PatchOutcome, ReleaseTooOld, build_medusa_module, patch_architecture
@@ -60,6 +64,9 @@ class Findings:
     tokens_per_step: float | None = None
     inherent: tuple[str, ...] = ()
     note: str | None = None
+    bound: float | None = None
+    heads_bound: float | None = None
+    sharded: tuple[ShardedRun, ...] = ()
 
 
 @dataclass
@@ -70,14 +77,17 @@ class TreeCoverage:
         tree: the tree; its Python code is executed.
         folder: where models are saved.
         dtype: of the checkpoints.
+        shardings: run every aligned row on these ranks as well.
     """
 
     tree: SourceTree
     folder: Path
     dtype: str = "float32"
+    shardings: Sequence[Sharding] = ()
     _emulator: Any = None
     _patches: dict[str, tuple[PatchOutcome, MedusaModule | None]] = field(default_factory=dict)
     _models: dict[tuple[str, str | None], tuple[Path, Any]] = field(default_factory=dict)
+    _groups: RankGroups | None = None
 
     def measure_row(self, planned: PlannedRow) -> Row:
         """One row. Whatever goes wrong is the row's reason; nothing is raised but an interrupt."""
@@ -102,7 +112,7 @@ class TreeCoverage:
         if module is None:
             raise RowRefused(outcome.reason)
         if case is None:
-            raise RowRefused(explain_no_case(arch))
+            raise RowRefused(explain_no_case(arch) + name_compared_twin(self.tree, arch))
         base, folder, reference = self._open_model(planned, case)
         require_expressible(base, self.tree.release)
         is_defective = case.defect is not None and is_before(self.tree.release, case.defect.until)
@@ -127,21 +137,35 @@ class TreeCoverage:
         applying = choose_differences(reference, base.definition.differences, prompts, logits)
         found.inherent = tuple(difference.name for difference in applying)
         with matched_to_library(reference, applying):
-            found.context_error, _ = compare_context(plain, reference, prompts)
-            config, tensors, texts = self._convert_with_heads(planned, folder, reference, prompts)
+            known = RememberedReference(reference)
+            found.context_error, _ = compare_context(plain, known, prompts)
+            heads, texts = self._fit_heads(folder, known, prompts)
+            config, tensors = self._convert(planned, folder, heads)
             bounds = measure_bounds(reference, texts, self.dtype, tensors)
+            found.bound, found.heads_bound = bounds.logits, bounds.heads
             require_bound("context logits of the unmodified model", found.context_error, bounds.logits)
             model = self._build_medusa(config, tensors, module.source, module)
-            errors = compare_model(model, reference, prompts, tensors)
+            errors = compare_model(model, known, prompts, tensors)
             found.context_error = max(found.context_error, errors.context)
             found.tree_error, found.heads_error = errors.tree, errors.heads
-            self._compare_tokens(model, prompts, texts, found, reference, bounds)
-        if self.dtype != "float32":
-            found.note = f"{self.dtype}: rounding alone explains {bounds.logits:.2g} of the largest logit"
-        require_bound("context logits", found.context_error, bounds.logits)
-        require_bound("logits at the nodes of a tree", found.tree_error, bounds.logits)
-        require_bound("logits of the Medusa heads", found.heads_error, bounds.heads)
-        require_tokens(found)
+            found.tokens_equal, found.tokens_per_step = compare_tokens(model, known, prompts, texts, bounds)
+            require_bound("context logits", found.context_error, bounds.logits)
+            require_bound("logits at the nodes of a tree", found.tree_error, bounds.logits)
+            require_bound("logits of the Medusa heads", found.heads_error, bounds.heads)
+            require_tokens(found)
+            if self.shardings:
+                found.sharded = self.ranks.measure(
+                    Subject(
+                        convert=lambda sharding: self._convert_ranks(planned, folder, heads, sharding),
+                        source=module.source,
+                        class_name=module.class_name,
+                        reference=known,
+                        prompts=prompts,
+                        tensors=tensors,
+                        bounds=bounds,
+                        compare_tokens=lambda model: compare_tokens(model, known, prompts, texts, bounds),
+                    )
+                )
 
     def _compare_positions(
         self, planned: PlannedRow, folder: Path, reference: Any, module: MedusaModule, found: Findings
@@ -152,40 +176,22 @@ class TreeCoverage:
         except PortFileError as error:
             raise RowRefused(error.subject) from error
         prompts = draw_prompts(reference.vocab_size)[: planned.position_batch]
-        config, tensors, texts = self._convert_with_heads(planned, folder, reference, prompts)
+        known = RememberedReference(reference)
+        heads, texts = self._fit_heads(folder, known, prompts)
+        config, tensors = self._convert(planned, folder, heads)
         model = self._build_medusa(config, tensors, module.source, module, emulator)
-        found.context_error, _ = compare_context(model, reference, prompts)
-        found.tree_error = compare_steps(model, reference, prompts)
-        self._compare_tokens(model, prompts, texts, found, reference, Bounds())
+        found.context_error, _ = compare_context(model, known, prompts)
+        found.tree_error = compare_steps(model, known, prompts)
+        found.tokens_equal, found.tokens_per_step = compare_tokens(model, known, prompts, texts, Bounds())
         require_bound("context logits", found.context_error)
         require_bound("logits at the nodes of a tree", found.tree_error)
         require_tokens(found)
         without = without_computed_positions(module.source)
         found.note = describe_control(
-            emulator, lambda limited: self._build_medusa(config, tensors, without, module, limited), reference, prompts
+            emulator, lambda limited: self._build_medusa(config, tensors, without, module, limited), known, prompts
         )
         if found.note is None:
             raise RowFailed("the model is right without computed positions too, so this case shows nothing")
-
-    def _compare_tokens(
-        self,
-        model: Any,
-        prompts: Sequence[Sequence[int]],
-        texts: Sequence[Sequence[int]],
-        found: Findings,
-        reference: Any,
-        bounds: Bounds,
-    ) -> None:
-        """Medusa's tokens are the base's; in half precision a token within rounding of the base's own is as good."""
-        from porting_kit.medusa.decoding import generate_medusa
-
-        generation = generate_medusa(model, coverage_tree(), prompts, NEW_TOKENS)
-        wanted = [list(text[len(prompt) :]) for text, prompt in zip(texts, prompts, strict=True)]
-        found.tokens_equal = generation.tokens == wanted
-        if not found.tokens_equal and self.dtype != "float32":
-            found.tokens_equal = emit_nearly_best(reference, prompts, generation.tokens, bounds.logits)
-        lengths = [length for row in generation.accepted_lengths for length in row]
-        found.tokens_per_step = sum(lengths) / len(lengths)
 
     @property
     def emulator(self) -> Any:
@@ -195,6 +201,18 @@ class TreeCoverage:
         if self._emulator is None:
             self._emulator = open_emulator(self.tree)
         return self._emulator
+
+    @property
+    def ranks(self) -> RankGroups:
+        """The processes of the shardings, started when a row first needs them."""
+        if self._groups is None:
+            self._groups = RankGroups(self.tree.root, self.shardings)
+        return self._groups
+
+    def close(self) -> None:
+        """End the ranks' processes."""
+        if self._groups is not None:
+            self._groups.close()
 
     def _patch(self, arch: str) -> tuple[PatchOutcome, MedusaModule | None]:
         """Patch the class's file once, whatever names it has in MODEL_MAP."""
@@ -228,21 +246,34 @@ class TreeCoverage:
         return read_base_config(folder), folder, reference
 
     def _convert(self, planned: PlannedRow, folder: Path, heads: Path | None = None) -> tuple[dict[str, Any], Any]:
-        from porting_kit.conversion import checkpoint_tensors
+        config, (tensors,) = self._convert_ranks(planned, folder, heads, Sharding())
+        return config, tensors
 
-        config, tensors = checkpoint_tensors(
-            folder, heads, dtype=self.dtype, max_draft_len=coverage_tree().num_drafts, release=self.tree.release
+    def _convert_ranks(
+        self, planned: PlannedRow, folder: Path, heads: Path | None, sharding: Sharding
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """A checkpoint's config and each rank's tensors."""
+        from porting_kit.conversion import checkpoint_ranks
+
+        config, ranks = checkpoint_ranks(
+            folder,
+            heads,
+            dtype=self.dtype,
+            max_draft_len=coverage_tree().num_drafts,
+            release=self.tree.release,
+            tp_size=sharding.tp_size,
+            pp_size=sharding.pp_size,
         )
-        return {**config, "architecture": planned.arch}, tensors
+        return {**config, "architecture": planned.arch}, ranks
 
-    def _convert_with_heads(
-        self, planned: PlannedRow, folder: Path, reference: Any, prompts: Sequence[Sequence[int]]
-    ) -> tuple[dict[str, Any], Any, list[list[int]]]:
-        """A checkpoint with heads that are fitted to the reference's own greedy texts, and those texts."""
+    def _fit_heads(
+        self, folder: Path, reference: Any, prompts: Sequence[Sequence[int]]
+    ) -> tuple[Path, list[list[int]]]:
+        """Heads that are fitted to the reference's own greedy texts, and those texts."""
         texts = continue_greedily(reference, prompts, NEW_TOKENS)
         states = reference.hidden_states(texts)
-        heads = write_fitted_heads(states, texts, reference.vocab_size, folder / "heads" / "medusa_lm_head.safetensors")
-        return *self._convert(planned, folder, heads), texts
+        file = folder / "heads" / "medusa_lm_head.safetensors"
+        return write_fitted_heads(states, texts, reference.vocab_size, file), texts
 
     def _build_medusa(
         self, config: dict[str, Any], tensors: Any, source: str, module: MedusaModule, emulator: Any = None
@@ -256,6 +287,7 @@ def cover_tree(
     planned_rows: Iterable[PlannedRow],
     progress: Callable[[Row], None] | None = None,
     dtype: str = "float32",
+    shardings: Sequence[Sharding] = (),
 ) -> tuple[Row, ...]:
     """Measure every planned row of a tree.
 
@@ -264,12 +296,15 @@ def cover_tree(
         planned_rows: of `plan_rows`.
         progress: called with each row when it is done.
         dtype: of the checkpoints; in half precision rows on single positions are left out.
+        shardings: run every aligned row on these ranks as well.
     """
     import transformers  # noqa: F401 - so that the first row's seconds are its own
 
     rows = []
-    with tempfile.TemporaryDirectory(prefix="porting-kit-coverage-") as folder:
-        coverage = TreeCoverage(tree, Path(folder), dtype)
+    with (
+        tempfile.TemporaryDirectory(prefix="porting-kit-coverage-") as folder,
+        contextlib.closing(TreeCoverage(tree, Path(folder), dtype, shardings)) as coverage,
+    ):
         for planned in planned_rows:
             if planned.position_batch and dtype != "float32":
                 continue  # what the rows show does not depend on the dtype
@@ -286,6 +321,14 @@ def explain_no_case(arch: str) -> str:
             why = WITHOUT_REFERENCE.get(family.name, "none of its cases has this name")
             return f"no random reference model of the family {family.name}: {why}"
     return UNLISTED.get(arch, NO_FAMILY)
+
+
+def name_compared_twin(tree: SourceTree, arch: str) -> str:
+    """Where the same class is compared under another name of MODEL_MAP; empty when it is not."""
+    classes = {name: (model.file, model.class_name) for name, model in tree.model_classes().items()}
+    served = {name for family in load_families().values() for name in family.architectures.values()}
+    twins = sorted(name for name in served & classes.keys() if name != arch and classes[name] == classes.get(arch))
+    return f"; its class {classes[arch][1]} is compared as {twins[0]}" if twins else ""
 
 
 def require_expressible(base: BaseConfig, release: str) -> None:

@@ -12,6 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from porting_kit.architectures.releases import release_key
+from porting_kit.coverage.tables import (
+    format_table,
+    half_precision_table,
+    largest_error,
+    merge_documents,
+    ranks_table,
+)
 from porting_kit.errors import PortFileError
 from porting_kit.run_folder import read_json
 
@@ -37,7 +44,7 @@ def load_documents(files: Sequence[Path]) -> list[dict[str, Any]]:
     """The documents in order of release.
 
     Raises:
-        PortFileError: a file is no document of the coverage command.
+        PortFileError: a file is no document of the coverage command, or none is in float32.
     """
     documents = []
     for file in files:
@@ -48,14 +55,16 @@ def load_documents(files: Sequence[Path]) -> list[dict[str, Any]]:
             raise _not_a_document(file, f"{type(error).__name__}: {error}") from error
         if not complete:
             raise _not_a_document(file, "a document without rows, tree or date")
-        if document["figures"]["bound"] is None:
-            raise _not_a_document(file, f"rows in {document['figures']['dtype']}; the page shows float32")
         documents.append(document)
-    return sorted(documents, key=lambda document: release_key(document["release"]) or (0, 0, 0, 0, 0))
+    if all(document["figures"]["dtype"] != "float32" for document in documents):
+        raise _not_a_document(files[0], "rows in half precision only; the page's matrix shows float32")
+    return sorted(merge_documents(documents), key=lambda document: release_key(document["release"]) or (0, 0, 0, 0, 0))
 
 
 def write_page(documents: Sequence[dict[str, Any]]) -> str:
-    """The whole page as Markdown."""
+    """The whole page as Markdown; the matrix shows the rows in float32."""
+    halves = [document for document in documents if document["figures"]["dtype"] != "float32"]
+    every, documents = documents, [document for document in documents if document not in halves]
     first = documents[0]
     covered = sorted({part for document in documents for part in document["covered"]})
     not_covered = [part for part in first["not_covered"] if part not in covered]
@@ -68,6 +77,14 @@ def write_page(documents: Sequence[dict[str, Any]]) -> str:
         "A figure is the larger of the context's and the tree's error. `p`: the source was patched; `a`: it accepts a\n"
         "tree already. R1, R2, ...: refused, F1, ...: failed, with the reason below. A dash: not in this tree.\n\n"
         + _matrix(documents, reasons),
+        "## Half precision\n\n"
+        "Checkpoints in float16 and bfloat16. A row's bound is four times what rounding weights and every module's\n"
+        "output to the type does to Hugging Face's own logits on the same tokens; a token of Medusa's counts as equal\n"
+        "when only that rounding stands between it and the base's.\n\n" + half_precision_table(halves),
+        "## Several ranks\n\n"
+        "Every aligned row once more, its checkpoint cut for tensor-parallel (tp) or pipeline (pp) ranks, each rank a\n"
+        "process, joined by torch.distributed (gloo). All ranks must say the same, within the bounds above.\n\n"
+        + ranks_table(every),
         "## Reasons\n\n" + "\n".join(f"- **{mark}** {text}" for text, mark in reasons.items()),
         "## Differences by design\n\n" + _differences(documents),
         "## One position id per request\n\n" + _positions(documents),
@@ -89,7 +106,7 @@ def _trees_table(documents: Sequence[dict[str, Any]]) -> str:
         ]
         rows.append([*cells, f"{document['seconds']:.0f}", f"{slowest:.0f}"])
     names = ["release", "commit", "run on", "aligned", "refused", "failed", "wall seconds", "slowest row"]
-    return _table(names, rows)
+    return format_table(names, rows)
 
 
 def _matrix(documents: Sequence[dict[str, Any]], reasons: dict[str, str]) -> str:
@@ -99,13 +116,13 @@ def _matrix(documents: Sequence[dict[str, Any]], reasons: dict[str, str]) -> str
             cells = lines.setdefault((row["arch"], row["case"]), ["–"] * len(documents))
             cells[index] = _cell(row, document["release"], reasons)
     body = [[arch, case, *cells] for (arch, case), cells in sorted(lines.items()) if set(cells) != {"–"}]
-    return _table(["architecture", "case", *(document["release"] for document in documents)], body)
+    return format_table(["architecture", "case", *(document["release"] for document in documents)], body)
 
 
 def _cell(row: dict[str, Any], release: str, reasons: dict[str, str]) -> str:
     if row["status"] == "aligned":
         mark = {"patched": "p", "already_accepts": "a"}[row["patched"]]
-        return f"{max(row['context_error'], row['tree_error']):.0e} {mark}"
+        return f"{largest_error(row):.0e} {mark}"
     if _is_absent(row):
         return "–"
     return reasons[_word_reason(row, release)]
@@ -142,7 +159,9 @@ def _differences(documents: Sequence[dict[str, Any]]) -> str:
                 found.setdefault(name, set()).add(row["arch"])
     if not found:
         return "None was met."
-    return _table(["set equal", "architectures"], [[name, ", ".join(sorted(archs))] for name, archs in found.items()])
+    return format_table(
+        ["set equal", "architectures"], [[name, ", ".join(sorted(archs))] for name, archs in found.items()]
+    )
 
 
 def _positions(documents: Sequence[dict[str, Any]]) -> str:
@@ -154,13 +173,7 @@ def _positions(documents: Sequence[dict[str, Any]]) -> str:
     ]
     if not rows:
         return "No architecture of these trees has learned positions."
-    return _table(["release", "architecture", "case", "tree error", "control"], rows)
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = ["| " + " | ".join(names) + " |", "| " + " | ".join("---" for _ in names) + " |"]
-    lines += ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join(lines)
+    return format_table(["release", "architecture", "case", "tree error", "control"], rows)
 
 
 def _not_a_document(file: Path, found: str) -> PortFileError:

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 RowStatus = Literal["aligned", "refused", "failed"]
+
+
+@dataclass(frozen=True)
+class ShardedRun:
+    """A row on several ranks; errors as in `Row`.
+
+    Args:
+        ranks: "tp 2", "tp 4", "pp 2".
+        status, reason: as of a row.
+    """
+
+    ranks: str
+    status: RowStatus
+    reason: str | None = None
+    context_error: float | None = None
+    tree_error: float | None = None
+    heads_error: float | None = None
+    tokens_equal: bool | None = None
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        return {**asdict(self), "seconds": round(self.seconds, 3)}
 
 
 @dataclass(frozen=True)
@@ -26,6 +51,8 @@ class Row:
         tokens_per_step: mean of the accepted lengths: above 1 shows that drafts were accepted.
         inherent: differences by design under which reference and port were compared.
         note: what else the row shows.
+        bound, heads_bound: what the errors may be: fixed in float32, measured rounding in half precision.
+        sharded: the same on several ranks.
     """
 
     arch: str
@@ -41,12 +68,25 @@ class Row:
     tokens_per_step: float | None = None
     inherent: tuple[str, ...] = ()
     note: str | None = None
+    bound: float | None = None
+    heads_bound: float | None = None
+    sharded: tuple[ShardedRun, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """A JSON-ready dict."""
-        return {**asdict(self), "inherent": list(self.inherent), "seconds": round(self.seconds, 3)}
+        sharded = [run.as_dict() for run in self.sharded]
+        return {**asdict(self), "inherent": list(self.inherent), "seconds": round(self.seconds, 3), "sharded": sharded}
 
 
-def count_rows(rows: tuple[Row, ...]) -> dict[str, int]:
+def count_rows(rows: Iterable[Row | ShardedRun]) -> dict[str, int]:
     """How many rows have each status."""
-    return {status: sum(row.status == status for row in rows) for status in ("aligned", "refused", "failed")}
+    found = Counter(row.status for row in rows)
+    return {status: found[status] for status in ("aligned", "refused", "failed")}
+
+
+def count_sharded(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
+    """Ranks -> how many runs have each status."""
+    runs = [run for row in rows for run in row.sharded]
+    return {
+        ranks: count_rows(run for run in runs if run.ranks == ranks) for ranks in dict.fromkeys(r.ranks for r in runs)
+    }

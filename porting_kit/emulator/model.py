@@ -147,13 +147,15 @@ class EmulatedModel:
         both = self._run(step, ids, torch.cat((last, nodes)), spec, position_offsets)
         begin_requests(cache, slots, lengths)
         cache.pending_rows = N
-        medusa = both.medusa_logits
+        medusa, hidden = both.medusa_logits, both.hidden_states  # no hidden states on the earlier pipeline ranks
         return (
-            ModelOutput(both.logits[:C], None if medusa is None else medusa[:, :C], both.hidden_states[:C]),
+            ModelOutput(
+                both.logits[:C], None if medusa is None else medusa[:, :C], None if hidden is None else hidden[:C]
+            ),
             ModelOutput(
                 both.logits[C:].view(G, N, -1),
                 None if medusa is None else medusa[:, C:].reshape(medusa.shape[0], G, N, -1),
-                both.hidden_states[C:],
+                None if hidden is None else hidden[C:],
             ),
         )
 

@@ -92,3 +92,45 @@ def test_the_commit_of_a_checkout_is_read_and_of_nothing_else(make_tree):
     origin = read_origin(open_source_tree(root))
     assert len(origin.commit) == 40
     assert origin.commit_date.startswith("20")
+
+
+def document_of(release: str, dtype: str, rows: list[dict]) -> dict:
+    figures = {"dtype": dtype, "bound": 1e-5 if dtype == "float32" else None}
+    tree = {"commit": None, "kind": "checkout"}
+    shared = {"covered": ["weights"], "not_covered": ["engine"], "counts": {}, "seconds": 3.0, "date": "2026-11-30"}
+    return {**shared, "release": release, "figures": figures, "tree": tree, "rows": rows}
+
+
+def row_of(arch: str, error: float, bound: float, **changes) -> dict:
+    row = {"arch": arch, "case": arch.lower(), "status": "aligned", "patched": "patched", "reason": None, "note": None}
+    row |= {"context_error": error, "tree_error": error / 2, "bound": bound, "seconds": 1.0, "inherent": []}
+    return {**row, "sharded": [], **changes}
+
+
+def test_parts_half_precision_and_ranks_on_the_page(tmp_path):
+    run = {"ranks": "tp 2", "status": "aligned", "reason": None, "context_error": 3e-7, "tree_error": 2e-7}
+    refused = {
+        **run,
+        "ranks": "pp 2",
+        "status": "refused",
+        "reason": "TensorRT-LLM 0.9.0 cannot",
+        "context_error": None,
+    }
+    documents = {
+        "first": document_of("0.9.0", "float32", [row_of("A", 1e-7, 1e-5, sharded=[run, refused])]),
+        "second": document_of("0.9.0", "float32", [row_of("B", 2e-7, 1e-5), row_of("A", 9e-7, 1e-5)]),
+        "half": document_of("0.9.0", "float16", [row_of("A", 2e-3, 8e-3), row_of("B", 1e-3, 8e-3)]),
+    }
+    files = []
+    for name, document in documents.items():
+        files.append(str(tmp_path / f"{name}.json"))
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    page = tmp_path / "page.md"
+    assert page_main([*files, "--out", str(page)]) == 0
+    text = page.read_text()
+    assert "| 0.9.0 | checkout | 2026-11-30 | 2 | 0 | 0 | 6 | 1 |" in text, "parts of one tree are one line"
+    assert "| A | a | 1e-07 p |" in text, "a row that two parts measured is the first one's"
+    assert "| 0.9.0 | float16 | 2 | 0 | 0 | 2.0e-03 (A, bound 8.0e-03) | 0.25 | 0.25 |" in text
+    assert "| 0.9.0 | float32 | tp 2 | 1 | 0 | 0 | 3.0e-07 |" in text
+    assert "- refused on pp 2: this release cannot – A" in text
+    assert page_main([files[-1], "--out", str(page)]) == 2, "the matrix needs float32"

@@ -66,7 +66,8 @@ def test_what_the_project_does_not_know_is_refused(make_tree):
     root = make_tree(("models/__init__.py", entry, f'{entry}\n    "StrangeForCausalLM": BloomForCausalLM,'))
     tree = open_source_tree(root)
     strange, medusa = cover_tree(tree, plan_rows(tree, ["StrangeForCausalLM", "MedusaForCausalLM"]))[::-1]
-    assert (strange.status, strange.reason) == ("refused", "no architectures/ file")
+    twin = "its class BloomForCausalLM is compared as BloomForCausalLM"
+    assert (strange.status, strange.reason) == ("refused", f"no architectures/ file; {twin}")
     assert (medusa.status, medusa.patched) == ("refused", "refused")
     assert "no decoder layer" in medusa.reason
 
