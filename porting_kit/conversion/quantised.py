@@ -9,61 +9,22 @@ This module reads headers and scales, never whole weights; `dequantised` does th
 
 from __future__ import annotations
 
-import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+from porting_kit.conversion.quantised_files import Algorithm, QuantisedCheckpoint, read_quantised
 from porting_kit.errors import CheckpointError
-from porting_kit.run_folder import read_json
+
+__all__ = ["QuantisedCheckpoint", "QuantisedFault", "find_faults", "read_quantised", "require_consistent"]
 
 WEIGHT_SCALES = ("weights_scaling_factor", "per_channel_scale")
 """ModelOpt's name, and that of upstream's own converters."""
 
-# What upstream leaves alone when the config has no list (quantization/quantize.py 0.13.0.dev2024090300).
-DEFAULT_EXCLUDED = (
-    "*lm_head", "*router", "*vocab_embedding", "*position_embedding", "*block_embedding", "*shared_expert_gate",
-)  # fmt: skip
 # Both spellings: releases up to 0.10 look for part of a name, later ones match a pattern.
 HEADS_EXCLUDED = ("medusa_heads", "*medusa_heads*")
-LINEAR_MODULES = ("qkv", "dense", "fc", "gate", "proj", "linear", "lm_head", "fused_fc", "router")
 CALIBRATION_SAMPLES = 128
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """What a quantised layer of one algorithm has.
-
-    Args:
-        name: quant_algo of the config.
-        weight_types: safetensors types of its weights.
-        bits: of a weight.
-        needs: suffixes beside the weight scale.
-        per_group: the weight scale has a column for each group of inputs.
-    """
-
-    name: str
-    weight_types: tuple[str, ...]
-    bits: int
-    needs: tuple[str, ...] = ()
-    per_group: bool = False
-
-
-ALGORITHMS = {
-    algorithm.name: algorithm
-    for algorithm in (
-        Algorithm("FP8", ("F8_E4M3",), 8, ("activation_scaling_factor",)),
-        Algorithm("W8A16", ("I8",), 8),
-        Algorithm("W8A8_SQ_PER_CHANNEL", ("I8",), 8, ("activation_scaling_factor", "prequant_scaling_factor")),
-        Algorithm("W4A16", ("I8", "U8"), 4),
-        Algorithm("W4A16_AWQ", ("I8", "U8"), 4, ("prequant_scaling_factor",), per_group=True),
-        Algorithm(
-            "W4A8_AWQ", ("I8", "U8"), 4, ("prequant_scaling_factor", "activation_scaling_factor"), per_group=True
-        ),
-    )
-}
 QUANTISED_TYPES = frozenset({"F8_E4M3", "I8", "U8", "I32"})
 
 
@@ -72,8 +33,8 @@ class QuantisedFault:
     """One contradiction.
 
     Args:
-        kind: `no scale`, `scale without need`, `not quantised`, `quantised`, `no calibration`, `value`, `shape` or
-            `cache`.
+        kind: `no scale`, `scale without need`, `not quantised`, `quantised`, `no calibration`, `value`, `shape`,
+            `layers`, `cache`, or `not judged` for a quantised tensor that is no matrix of a layer.
         module: dotted name, `rankN:` before it.
         text: what is wrong.
     """
@@ -83,102 +44,21 @@ class QuantisedFault:
     text: str
 
 
-@dataclass(frozen=True)
-class QuantisedCheckpoint:
-    """A checkpoint's config and the headers of its tensors.
-
-    Args:
-        folder: where it is.
-        config: content of config.json.
-        ranks: per rank, tensor name -> (type, shape).
-    """
-
-    folder: Path
-    config: Mapping[str, Any]
-    ranks: tuple[Mapping[str, tuple[str, tuple[int, ...]]], ...]
-
-    @property
-    def quantization(self) -> Mapping[str, Any]:
-        """The config's section, empty for none."""
-        return self.config.get("quantization") or {}
-
-    @cached_property
-    def algorithm(self) -> Algorithm | None:
-        """The algorithm, None for a checkpoint that is not quantised. Raises CheckpointError: an unknown one."""
-        name = self.quantization.get("quant_algo")
-        if name is None:
-            return None
-        if name not in ALGORITHMS:
-            raise CheckpointError(
-                "the checkpoint's quantisation is not one this project can judge",
-                expected=", ".join(ALGORITHMS),
-                found=name,
-                where=self.folder / "config.json",
-            )
-        return ALGORITHMS[name]
-
-    @property
-    def excluded(self) -> tuple[str, ...]:
-        """Patterns of modules that are left alone."""
-        stated = self.quantization.get("exclude_modules")
-        return DEFAULT_EXCLUDED if stated is None else tuple(stated)
-
-    def is_excluded(self, module: str) -> bool:
-        """Whether the config leaves a module alone, in either of upstream's two readings."""
-        return any(fnmatch.fnmatchcase(module, pattern) or pattern in module.split(".") for pattern in self.excluded)
-
-    def modules(self, rank: int) -> list[str]:
-        """Modules with a matrix that quantisation is about."""
-        names = self.ranks[rank]
-        return sorted(
-            name.removesuffix(".weight")
-            for name, (_, shape) in names.items()
-            if name.endswith(".weight") and len(shape) == 2 and name.split(".")[-2] in LINEAR_MODULES
-        )
-
-    def file(self, rank: int) -> Path:
-        """The rank's weights."""
-        return self.folder / f"rank{rank}.safetensors"
-
-
-def read_quantised(folder: str | Path) -> QuantisedCheckpoint:
-    """Read a checkpoint's config and headers.
-
-    Raises:
-        CheckpointError: a file is missing, empty or damaged.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    folder = Path(folder)
-    try:
-        config = read_json(folder / "config.json")
-    except (OSError, ValueError) as error:
-        raise CheckpointError("the checkpoint has no readable config.json", found=error, where=folder) from None
-    if not isinstance(config, dict) or not isinstance(config.get("mapping", {}), dict):
-        raise CheckpointError("the checkpoint's config.json is no checkpoint's", where=folder / "config.json")
-    mapping = config.get("mapping") or {}
-    count = int(mapping.get("tp_size", 1)) * int(mapping.get("pp_size", 1))
-    ranks = []
-    for rank in range(count):
-        file = folder / f"rank{rank}.safetensors"
-        try:
-            with safe_open(file, "pt") as opened:
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-                ranks.append({name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()})
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                "a checkpoint file is missing or damaged", found=error, where=file, next_step="quantise again"
-            ) from None
-    return QuantisedCheckpoint(folder, config, tuple(ranks))
-
-
 def find_faults(checkpoint: QuantisedCheckpoint) -> tuple[QuantisedFault, ...]:
     """Every contradiction between config, base, heads and exclude list; empty when there is none."""
     faults: list[QuantisedFault] = []
     for rank in range(len(checkpoint.ranks)):
-        for module in checkpoint.modules(rank):
+        modules = checkpoint.modules(rank)
+        for module in modules:
             faults += _check_module(checkpoint, rank, module)
+        faults += _check_layers(checkpoint, rank)
         faults += _check_cache(checkpoint, rank)
+        weights = {f"{module}.weight" for module in modules}
+        faults += [
+            QuantisedFault("not judged", f"rank{rank}: {name}", f"a {kind} tensor {list(shape)} outside the layers")
+            for name, (kind, shape) in checkpoint.ranks[rank].items()
+            if kind in QUANTISED_TYPES and name not in weights
+        ]
     return tuple(faults)
 
 
@@ -241,34 +121,69 @@ def _check_module(checkpoint: QuantisedCheckpoint, rank: int, module: str) -> li
     else:
         found += _check_scale(checkpoint, rank, module, scale, shape, algorithm)
     for suffix in algorithm.needs:
-        if f"{module}.{suffix}" not in names:
+        size = names.get(f"{module}.{suffix}", (None, None))[1]
+        if size is None:
             is_calibration = suffix == "activation_scaling_factor" and scale is not None
             found.append(
                 QuantisedFault("no calibration" if is_calibration else "no scale", label, f"{suffix} is missing")
             )
+            continue
+        wanted = 1 if suffix == "activation_scaling_factor" else shape[-1]
+        if math.prod(size) != wanted:
+            found.append(QuantisedFault("shape", label, f"its {suffix} is {list(size)}, expected {wanted} values"))
+        else:
+            found += _check_values(checkpoint, rank, module, f"{module}.{suffix}")
     return found
 
 
 def _check_scale(
     checkpoint: QuantisedCheckpoint, rank: int, module: str, name: str, shape: Sequence[int], algorithm: Algorithm
 ) -> list[QuantisedFault]:
-    """Size and values of a weight scale. A scale of 0, below 0 or not finite makes a layer silently useless."""
+    """Size and values of a weight scale: one value, one a row, or one a row and group of inputs."""
+    rows = count_rows(algorithm, name, shape)
+    size, inputs = checkpoint.ranks[rank][name][1], count_inputs(algorithm, name, shape)
+    is_grouped = len(size) == 2 and size[0] == rows and size[1] > 0 and inputs % size[1] == 0
+    if math.prod(size) != 1 and size != (rows,) and not is_grouped:
+        found = f"its scale is {list(size)}, its weight has {rows} rows of {inputs}"
+        return [QuantisedFault("shape", f"rank{rank}: {module}", found)]
+    return _check_values(checkpoint, rank, module, name)
+
+
+def count_rows(algorithm: Algorithm, scale: str, shape: Sequence[int]) -> int:
+    """Output rows of a stored weight: ModelOpt puts two rows of 4 bit into one, upstream turns the matrix round."""
+    if scale.endswith(".per_channel_scale"):
+        return shape[1] * (2 if algorithm.bits == 4 else 1)
+    return shape[0] * (2 if algorithm.bits == 4 else 1)
+
+
+def count_inputs(algorithm: Algorithm, scale: str, shape: Sequence[int]) -> int:
+    """Inputs of a stored weight, see `count_rows`."""
+    return shape[0] if scale.endswith(".per_channel_scale") else shape[1]
+
+
+def _check_values(checkpoint: QuantisedCheckpoint, rank: int, module: str, name: str) -> list[QuantisedFault]:
+    """A scale of 0, below 0 or not finite makes a layer silently useless."""
     import torch
     from safetensors import safe_open
 
-    rows = shape[0] * (2 if algorithm.bits == 4 and algorithm.per_group else 1)
-    size = checkpoint.ranks[rank][name][1]
-    count = 1
-    for dimension in size:
-        count *= dimension
-    label = f"rank{rank}: {module}"
-    if count != 1 and (not size or rows not in size):
-        return [QuantisedFault("shape", label, f"its scale is {list(size)}, its weight has {rows} rows")]
     with safe_open(checkpoint.file(rank), "pt") as opened:
         values = opened.get_tensor(name).float()
-    if not bool(torch.isfinite(values).all()) or bool((values <= 0).any()):
-        return [QuantisedFault("value", label, "its scale holds values that are 0, negative or not finite")]
-    return []
+    if bool(torch.isfinite(values).all()) and not bool((values <= 0).any()):
+        return []
+    what = name.rpartition(".")[2]
+    text = f"its {what} holds values that are 0, negative or not finite"
+    return [QuantisedFault("value", f"rank{rank}: {module}", text)]
+
+
+def _check_layers(checkpoint: QuantisedCheckpoint, rank: int) -> list[QuantisedFault]:
+    """Every decoder layer of the config must be there, on the rank that holds it, and no other."""
+    places = (name.split(".") for name in checkpoint.ranks[rank])
+    found = {int(parts[2]) for parts in places if parts[:2] == ["transformer", "layers"] and parts[2].isdecimal()}
+    expected = set(range(checkpoint.config["num_hidden_layers"] // checkpoint.pp_size))
+    if found == expected:
+        return []
+    text = f"layers {sorted(found ^ expected)[:5]} are missing or too many: the config has {len(expected)} a stage"
+    return [QuantisedFault("layers", f"rank{rank}: transformer.layers", text)]
 
 
 def _check_cache(checkpoint: QuantisedCheckpoint, rank: int) -> list[QuantisedFault]:

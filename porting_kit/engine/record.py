@@ -1,4 +1,4 @@
-"""What an engine folder says of itself, and whether that fits the tree it will be run with.
+"""Whether an engine fits the tree it will be run with, and the record that keeps the two together.
 
 An engine's config.json states the draft limit, the mode, the batch and the lengths that were fixed when it was built;
 the tree comes later, from another file, and the runtime only compares two bare numbers at the first request. The
@@ -9,113 +9,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from porting_kit.engine.capture_evidence import RECORD_NAME, digest_file
 from porting_kit.engine.capture_kit import digest_checkpoint
 from porting_kit.engine.command import CommandPlan
+from porting_kit.engine.engine_config import EngineConfig
 from porting_kit.errors import CheckpointError
 from porting_kit.provenance import describe_environment
 from porting_kit.releases.build_flags import compare_releases
 from porting_kit.releases.kernels import GateResult
 from porting_kit.releases.port_gates import max_num_tokens_gate, tree_gate
 from porting_kit.run_folder import read_json
-
-# SpeculativeDecodingMode, models/modeling_utils.py 0.10.0.dev2024050700 and later (an IntFlag, written as a number).
-MODES = {
-    1: "none",
-    2: "draft_tokens_external",
-    4: "medusa",
-    8: "lookahead_decoding",
-    16: "explicit_draft_tokens",
-    32: "eagle",
-}
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """What an engine was built for, from its config.json.
-
-    Args:
-        release: the TensorRT-LLM that built it.
-        architecture: of the base.
-        mode: speculative decoding mode; None in releases that have no such field (before 0.10.0.dev2024050700).
-        max_draft_len: draft tokens a step.
-        num_medusa_heads: M.
-        max_batch_size, max_input_len, max_seq_len, max_num_tokens: limits; None where the release has no such field.
-        tokens_per_block: of the paged cache.
-        tp_size, pp_size: ranks.
-        gather_generation_logits: logits of accepted tokens are kept.
-        where: the file.
-    """
-
-    release: str
-    architecture: str
-    mode: str | None
-    max_draft_len: int
-    num_medusa_heads: int
-    max_batch_size: int
-    max_input_len: int | None
-    max_seq_len: int | None
-    max_num_tokens: int | None
-    tokens_per_block: int | None
-    tp_size: int
-    pp_size: int
-    gather_generation_logits: bool
-    where: str
-
-
-def read_engine_config(folder: str | Path) -> EngineConfig:
-    """Read an engine folder's config.json.
-
-    Raises:
-        CheckpointError: no config.json, not JSON, or not an engine's (a checkpoint's, or one of the old builder).
-    """
-    file = Path(folder) / "config.json"
-    if not file.is_file():
-        raise CheckpointError("the engine folder has no config.json", where=folder, next_step="build the engine first")
-    try:
-        document = read_json(file)
-    except ValueError as error:
-        raise CheckpointError("the engine's config.json is not JSON", found=error, where=file) from None
-    missing = [key for key in ("version", "pretrained_config", "build_config") if key not in document]
-    if missing:
-        raise CheckpointError(
-            "this config.json is not an engine's",
-            expected="version, pretrained_config and build_config",
-            found=f"without {', '.join(missing)}" + (": a checkpoint's" if "architecture" in document else ""),
-            where=file,
-            next_step="name the folder that trtllm-build wrote",
-        )
-    model, build = document["pretrained_config"], document["build_config"]
-    mapping, plugins = model.get("mapping") or {}, build.get("plugin_config") or {}
-    output = build.get("max_output_len")
-    return EngineConfig(
-        release=str(document["version"]),
-        architecture=str(model.get("architecture")),
-        mode=_mode_name(build.get("speculative_decoding_mode")),
-        max_draft_len=build.get("max_draft_len", model.get("max_draft_len", model.get("max_medusa_token_len", 0))),
-        num_medusa_heads=model.get("num_medusa_heads", 0),
-        max_batch_size=build.get("max_batch_size", 1),
-        max_input_len=build.get("max_input_len"),
-        max_seq_len=build.get("max_seq_len") or (build["max_input_len"] + output if output else None),
-        max_num_tokens=build.get("max_num_tokens"),
-        tokens_per_block=plugins.get("tokens_per_block"),
-        tp_size=mapping.get("tp_size", 1),
-        pp_size=mapping.get("pp_size", 1),
-        gather_generation_logits=bool(build.get("gather_generation_logits", False)),
-        where=str(file),
-    )
-
-
-def _mode_name(value: object) -> str | None:
-    if value is None:
-        return None
-    if isinstance(value, int):
-        return MODES.get(value, f"mode {value}")
-    return str(value).rsplit(".", maxsplit=1)[-1].lower()
 
 
 def check_engine(
@@ -219,7 +125,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """The record beside an engine; its engine files must be the ones recorded, whole or copied.
 
     Raises:
-        CheckpointError: no record, not JSON, an engine file of 0 bytes, or engine files that changed since.
+        CheckpointError: no record, not JSON, an engine file of 0 bytes, or engine files or config that changed since.
     """
     file = folder / RECORD_NAME
     if not file.is_file():
@@ -242,7 +148,11 @@ def read_record(folder: Path) -> dict[str, Any]:
             expected=", ".join(recorded),
             found=", ".join(found) or "none",
             where=folder,
-            next_step="build again, or remove the record",
+            next_step="build again",
+        )
+    if "config" in record and record["config"] != digest_file(folder / "config.json"):
+        raise CheckpointError(
+            "the engine's config.json was changed after its record was written", where=folder, next_step="build again"
         )
     return record
 
@@ -276,7 +186,7 @@ def require_same_port(
     if release is not None:
         pairs["release of TensorRT-LLM"] = (release, record.get("release"))
     recorded_card = record.get("card")
-    if card is not None and recorded_card is not None:
+    if card is not None and isinstance(recorded_card, dict):
         pairs["card"] = (card["compute_capability"], recorded_card.get("compute_capability"))
     for name, (expected, found) in pairs.items():
         if expected != found:

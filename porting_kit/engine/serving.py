@@ -12,9 +12,9 @@ import ast
 from collections.abc import Mapping, Sequence
 
 from porting_kit.engine.argument_check import RENAMED
-from porting_kit.engine.record import EngineConfig
+from porting_kit.engine.engine_config import EngineConfig
 from porting_kit.engine.server_files import FoundCommand, find_placeholders
-from porting_kit.releases.build_flags import known_build_flags, known_run_flags
+from porting_kit.releases.build_flags import SWITCHES, SWITCHES_OR_VALUES, known_build_flags, known_run_flags
 from porting_kit.releases.facts import find_release_facts
 from porting_kit.releases.kernels import GateResult
 from porting_kit.releases.version import parse_release
@@ -198,13 +198,27 @@ def check_commands(commands: Sequence[FoundCommand], release: str) -> tuple[Gate
                 RUN_SOURCE,
             )
         )
+        gates.append(_values_gate(given, known, where))
         if command.program == "run.py" and "medusa_choices" in given:
-            gates += _run_gates(given, release, where)
+            gates += _run_gates({name: " ".join(values) for name, values in given.items()}, release, where)
     return tuple(gates)
 
 
-def _new_name(flag: str, known: frozenset[str]) -> str:
-    return f" (now --{RENAMED[flag]})" if RENAMED.get(flag) in known else ""
+def _values_gate(given: Mapping[str, Sequence[str]], known: frozenset[str], where: str) -> GateResult:
+    """Every flag that takes a value has one, and no switch has any."""
+    lacking = [name for name, values in given.items() if not values and name not in SWITCHES | SWITCHES_OR_VALUES]
+    surplus = [name for name, values in given.items() if values and name in SWITCHES]
+    wrong = [f"--{name} lacks its value" for name in lacking if name in known]
+    wrong += [f"--{name} takes no value" for name in surplus if name in known]
+    return _gate(
+        f"values of {where}",
+        ", ".join(wrong) or f"{len(given)} flags",
+        not wrong,
+        "a value behind every flag but switches",
+        "the command ends at once, or takes the next word in another sense",
+        "give the value, or leave the flag out",
+        RUN_SOURCE,
+    )
 
 
 def _run_gates(given: Mapping[str, str], release: str, where: str) -> list[GateResult]:
@@ -299,16 +313,16 @@ def _parse_braces(text: str) -> list[list[int]] | None:
     return found if found and all(isinstance(path, list) for path in found) else None
 
 
-def _flags(arguments: Sequence[str]) -> dict[str, str]:
-    """Flag -> its value, empty for a switch."""
-    found: dict[str, str] = {}
+def _flags(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Flag -> its values, none for a switch."""
+    found: dict[str, list[str]] = {}
     name = None
     for word in arguments:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            found[name] = value if equals else ""
-        elif name is not None and not found[name]:
-            found[name] = word
+            found[name] = [value] if equals else []
+        elif name is not None:
+            found[name].append(word)
     return found
 
 

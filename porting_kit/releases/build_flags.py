@@ -10,8 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from porting_kit.errors import PortFileError, suggest_nearest
-from porting_kit.releases.facts import BuildFacts, ReleaseFacts, RunFacts, find_release_facts
+from porting_kit.releases.facts import BuildFacts, ReleaseFacts, RunFacts, find_release_facts, words
 from porting_kit.releases.version import parse_release
+
+SWITCHES = frozenset(
+    words(
+        "cuda_graph_mode debug_mode dry_run enable_chunked_context enable_context_fmha_fp32_acc enable_debug_output "
+        "fast_build gather_all_token_logits gather_context_logits gather_generation_logits hf_device_map_auto "
+        "kv_cache_enable_block_reuse monitor_memory no_add_special_tokens no_prompt_template "
+        "return_all_generated_tokens run_profiling streaming strip_plan strongly_typed use_py_session weight_sparsity "
+        "weight_streaming"
+    )
+)
+"""Flags that take no value in any release from 0.8 to 0.16, nor in 0.20 and 1.1 (commands/build.py, examples/run.py,
+examples/utils.py of each)."""
+SWITCHES_OR_VALUES = frozenset(("multi_block_mode", "use_fused_mlp", "visualize_network"))
+"""Switches in some releases, with a value in others."""
 
 
 def known_build_flags(release: str) -> frozenset[str]:

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from porting_kit.conversion.dequantised import WeightError, add_heads, compare_weights, write_dequantised
-from porting_kit.conversion.quantised import CALIBRATION_SAMPLES, QuantisedFault, find_faults, read_quantised
+from porting_kit.conversion.dequantised import require_quantised, write_dequantised
+from porting_kit.conversion.quantised import CALIBRATION_SAMPLES, QuantisedFault, find_faults
+from porting_kit.conversion.quantised_comparison import WeightError, compare_ranks, find_layout
+from porting_kit.conversion.quantised_files import QuantisedCheckpoint, read_quantised
+from porting_kit.conversion.quantised_heads import add_heads
 from porting_kit.errors import CheckpointError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.steps.context import Stopwatch
@@ -51,14 +54,15 @@ def check_quantised(
 
     Args:
         checkpoint: its folder.
-        base: the Hugging Face base, to compare the weights with; a checkpoint of one rank only.
+        base: the Hugging Face base, to compare the weights with.
         heads: Medusa heads to add in 16 bit; needs `out`.
         dequantised: where the 16-bit twin goes, for the emulator.
         out: where the checkpoint with heads goes.
         max_draft_len: draft tokens of the largest tree.
 
     Raises:
-        CheckpointError: files that cannot be read, or heads that do not fit.
+        CheckpointError: files that cannot be read, a checkpoint that is not quantised or of another base, heads that do
+            not fit, or weights interleaved for a card and no base to tell for which.
         HeadsError: unusable heads.
     """
     if (heads is None) != (out is None):
@@ -68,13 +72,17 @@ def check_quantised(
     faults = find_faults(read)
     errors: tuple[WeightError, ...] = ()
     written: list[str] = []
+    layout = None
     if not faults and base is not None:
-        from porting_kit.conversion.convert import checkpoint_tensors
+        from porting_kit.conversion.base_ranks import convert_ranks
 
-        errors = compare_weights(checkpoint, checkpoint_tensors(base, dtype=str(read.config["dtype"]))[1])
+        require_quantised(read)
+        _, ranks = convert_ranks(base, dtype=read.dtype, tp_size=read.tp_size, pp_size=read.pp_size)
+        layout = find_layout(read, ranks)
+        errors = compare_ranks(read, ranks, layout)
     is_sound = not faults and all(error.passed for error in errors)
     if is_sound and dequantised is not None:
-        written.append(str(write_dequantised(checkpoint, dequantised)))
+        written.append(str(write_dequantised(checkpoint, dequantised, layout=layout)))
     if is_sound and heads is not None and out is not None:
         from porting_kit.conversion.heads import read_head_set
 
@@ -83,7 +91,11 @@ def check_quantised(
 
 
 def _judge(
-    read: Any, faults: tuple[QuantisedFault, ...], errors: tuple[WeightError, ...], written: list[str], watch: Stopwatch
+    read: QuantisedCheckpoint,
+    faults: tuple[QuantisedFault, ...],
+    errors: tuple[WeightError, ...],
+    written: list[str],
+    watch: Stopwatch,
 ) -> StepOutcome:
     algorithm = read.algorithm.name if read.algorithm else "not quantised"
     wrong = [error for error in errors if not error.passed]
@@ -104,10 +116,7 @@ def _judge(
             figures["next_step"] = f"quantise again with {CALIBRATION_SAMPLES} samples or more, or weights only"
     elif wrong:
         gate = "weights"
-        summary = (
-            f"{algorithm}: {len(wrong)} of {len(errors)} matrices are not the base's, first {wrong[0].module}: error "
-            f"{wrong[0].relative_error:.3g}, rounding explains {wrong[0].bound}"
-        )
+        summary = f"{algorithm}: {len(wrong)} of {len(errors)} matrices are not the base's, first {describe(wrong[0])}"
         figures["next_step"] = "quantise this base again: scales or weights are another model's"
     return StepOutcome(
         "quantised",
@@ -121,13 +130,21 @@ def _judge(
     )
 
 
+def describe(error: WeightError) -> str:
+    """What is wrong with one matrix, in a few words."""
+    if error.scale_fault is not None and error.relative_error <= error.bound:
+        return f"{error.module}: {error.scale_fault}"
+    return f"{error.module}: error {error.relative_error:.3g}, rounding explains {error.bound}"
+
+
 def format_quantised(result: QuantisedResult) -> str:
     """Faults, the worst matrices and the verdict, for a terminal."""
     lines = [f"{fault.kind}: {fault.module}: {fault.text}" for fault in result.faults[:10]]
     if len(result.faults) > 10:
         lines.append(f"... {len(result.faults)} in all")
-    for error in sorted(result.errors, key=lambda error: -error.relative_error)[:5]:
+    for error in sorted(result.errors, key=lambda error: (error.passed, -error.relative_error))[:5]:
         lines.append(f"{error.module}: {error.relative_error:.3g} of the base's norm (bound {error.bound})")
+        lines += [f"  {error.scale_fault}"] if error.scale_fault else []
     lines += [f"  {product}" for product in result.outcome.products]
     lines.append(f"quantised: {result.outcome.verdict.value} - {result.outcome.summary}")
     return "\n".join(lines)

@@ -1,7 +1,8 @@
 """Align a quantised checkpoint: Medusa on its 16-bit twin, and how far that lies from the base it was made of.
 
 The twin is the judge of its own generation phase, as a fitted base is: heads, tree and cache must be right whatever
-the precision. The distance to the original is bounded by the format's width, and the verdict is approximate.
+the precision. The distance to the original is bounded by the format's width, and the verdict is approximate. A single
+scale that is off by a little stays within that distance; it is found by comparing the weights, which comes first.
 """
 
 from __future__ import annotations
@@ -11,16 +12,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from porting_kit.alignment.run import EMULATED, align_port_outputs
-from porting_kit.conversion.dequantised import add_heads, write_dequantised
-from porting_kit.conversion.quantised import read_quantised, require_consistent
+from porting_kit.conversion.base_ranks import convert_ranks
+from porting_kit.conversion.dequantised import dequantise_rank, require_quantised
+from porting_kit.conversion.planned import ConversionPlan
+from porting_kit.conversion.quantised import require_consistent
+from porting_kit.conversion.quantised_comparison import compare_ranks, find_layout
+from porting_kit.conversion.quantised_files import QuantisedCheckpoint, read_quantised
+from porting_kit.conversion.quantised_heads import add_heads
+from porting_kit.conversion.rank_joining import join_ranks
+from porting_kit.conversion.weight_interleaving import StoredLayout
 from porting_kit.emulator import open_emulator
 from porting_kit.errors import CheckpointError
-from porting_kit.outcomes import StepOutcome
+from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.run_folder import write_json
 from porting_kit.steps.align import AlignResult
 from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.prerequisites import read_checkpoint_document, require_steps
+from porting_kit.steps.quantised import describe
 
 RESULT_FILE = "quantised_alignment.json"
 DISTANCE_BOUNDS = {
@@ -37,38 +46,45 @@ def align_quantised(run: PortRun, checkpoint: Path) -> AlignResult:
 
     Args:
         run: the run; patch and convert are run when they have not been.
-        checkpoint: the quantised checkpoint's folder, one rank.
+        checkpoint: the quantised checkpoint's folder, any ranks: they are joined to one.
 
     Raises:
-        CheckpointError: it contradicts itself, is sharded, or is not of this base.
+        CheckpointError: it contradicts itself, is not quantised, or is not of this base.
     """
     require_steps(run, "patch", "convert")
     watch = Stopwatch()
     read = read_quantised(checkpoint)
     require_consistent(read)
-    if read.algorithm is None or len(read.ranks) != 1:
-        raise CheckpointError(
-            "only a quantised checkpoint of one rank can be aligned",
-            found="not quantised" if read.algorithm is None else f"{len(read.ranks)} ranks",
-            where=checkpoint,
-        )
+    require_quantised(read)
     session = AlignmentSession(run)
     port_config = read_checkpoint_document(run)
-    for name in ("architecture", "hidden_size", "num_hidden_layers", "vocab_size"):
-        if read.config.get(name) != port_config.get(name):
+    for name in ("architecture", "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "head_size"):
+        stated = read.config.get(name, port_config.get(name))
+        if stated != port_config.get(name):
             raise CheckpointError(
                 f"the quantised checkpoint is of another base: {name}",
                 expected=port_config.get(name),
-                found=read.config.get(name),
+                found=stated,
                 where=checkpoint,
+                next_step="name a checkpoint of this port's base; a port with a kernel fit is quantised after it",
             )
+    has_heads = bool(read.config.get("num_medusa_heads"))
+    plan, ranks = convert_ranks(
+        run.port.base_path,
+        dtype=read.dtype,
+        tp_size=read.tp_size,
+        pp_size=read.pp_size,
+        heads=session.head_set if has_heads else None,
+    )
+    layout = find_layout(read, ranks)
+    wrong = [error for error in compare_ranks(read, ranks, layout) if not error.passed]
+    del ranks
     module_file, class_name = session.module
     with tempfile.TemporaryDirectory(dir=run.folder.root) as place:
-        joined = checkpoint
-        if not read.config.get("num_medusa_heads"):
+        twin = _write_twin(read, plan, layout, Path(place) / "twin", dtype=run.port.dtype)
+        if not has_heads:
             limit = port_config["max_draft_len"]
-            joined = add_heads(checkpoint, session.head_set, Path(place) / "joined", max_draft_len=limit)
-        twin = write_dequantised(joined, Path(place) / "twin", dtype=run.port.dtype)
+            twin = add_heads(twin, session.head_set, Path(place) / "joined", max_draft_len=limit)
         model = open_emulator(session.source_tree, kernel=session.kernel).load_checkpoint(
             twin, module_file=module_file, class_name=class_name
         )
@@ -83,14 +99,34 @@ def align_quantised(run: PortRun, checkpoint: Path) -> AlignResult:
     result = align_port_outputs(session.reference, model, session.prompts, session.tree, heads=heads, options=options)
     write_json(run.folder.root / RESULT_FILE, result.as_dict())
     document = result.as_dict()
+    summary, verdict, gate = result.summary, result.verdict, result.failing_gate
+    if wrong:
+        verdict, gate = Verdict.FAIL, "weights"
+        summary = f"{len(wrong)} matrices are not the base's, first {describe(wrong[0])}"
     outcome = StepOutcome(
         "quantised alignment",
-        result.verdict,
-        f"{read.algorithm.name}: {result.summary}",
+        verdict,
+        f"{read.algorithm.name}: {summary}",
         covered=result.covered,
         figures={name: document[name] for name in ("tokens_equal", "near_ties", "tokens_per_step", "approximate_fit")},
         products=(RESULT_FILE,),
         seconds=round(watch.seconds, 3),
-        failing_gate=result.failing_gate,
+        failing_gate=gate,
     )
     return AlignResult(outcome, result, session.reference.tokenizer)
+
+
+def _write_twin(
+    read: QuantisedCheckpoint, plan: ConversionPlan, layout: StoredLayout | None, target: Path, *, dtype: str
+) -> Path:
+    """The 16-bit checkpoint of one rank: an emulator in one process runs it, whatever the ranks it was cut for."""
+    from safetensors.torch import save_file
+
+    parts = [dequantise_rank(read, rank, dtype, layout) for rank in range(len(read.ranks))]
+    joined = join_ranks(plan, parts, read.folder)
+    config = {**read.config, "dtype": dtype, "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1}}
+    config |= {"quantization": {"quant_algo": None, "kv_cache_quant_algo": None}, "use_parallel_embedding": False}
+    target.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in joined.items()}, target / "rank0.safetensors")
+    write_json(target / "config.json", config)
+    return target

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from porting_kit.engine.capture_evidence import RECORD_NAME
-from porting_kit.engine.record import EngineConfig, read_engine_config, read_record, require_same_port
+from porting_kit.engine.engine_config import EngineConfig
+from porting_kit.engine.engine_folder import open_engine_folder
 from porting_kit.engine.server_files import find_commands, read_pbtxt, read_text_file
 from porting_kit.engine.serving import (
     check_commands,
@@ -54,7 +54,7 @@ def write_serving(run: PortRun, *, engine_dir: Path | None = None, check: Sequen
         check: config.pbtxt files and shell scripts.
 
     Raises:
-        CheckpointError: the engine was built for another tree, checkpoint or release, or its files are empty.
+        CheckpointError: the folder holds no whole engine, or one of another tree, checkpoint, release or card.
         CapturedFileError: a file to check is missing, empty, no text, or holds nothing of Medusa's.
     """
     require_steps(run, "patch", "convert")
@@ -63,12 +63,17 @@ def write_serving(run: PortRun, *, engine_dir: Path | None = None, check: Sequen
     plan, _ = plan_port(run, Path())
     folder = engine_dir or run.folder.engine / ENGINE
     is_built = engine_dir is not None or (folder / "config.json").is_file()
-    engine = read_engine_config(folder) if is_built else _planned_engine(run, plan.release)
-    if is_built and (folder / RECORD_NAME).is_file():
-        record = read_record(folder)
-        require_same_port(
-            record, choices=choices, checkpoint_dir=run.folder.checkpoint, release=plan.release, where=folder
+    if is_built:
+        engine = open_engine_folder(
+            folder,
+            config=read_checkpoint_document(run),
+            choices=choices,
+            checkpoint_dir=run.folder.checkpoint,
+            release=plan.release,
+            compute_capability=run.port.target.compute_capability,
         )
+    else:
+        engine = _planned_engine(run, plan.release)
     place = str(folder.resolve()) if is_built else f"engine/{ENGINE}"
     settings = make_server_settings(engine, choices, place)
     snippet = write_llm_snippet(

@@ -40,6 +40,26 @@ def test_serving_settings_are_written_and_a_users_file_is_checked(port, tmp_path
     assert "nothing to check" in document["error"]["subject"]
 
 
+def test_serving_refuses_an_empty_engine_and_one_without_a_record(port, tmp_path):
+    """A folder that only looks like an engine never gets settings."""
+    out, engine = tmp_path / "run", tmp_path / "engine"
+    options = ("-p", "trtllm.release=0.16.0", "--out", out)
+    assert call("serving", port.file, *options)[0] == 0
+    config = json.loads((out / "checkpoint" / "config.json").read_text())
+    build = {"max_batch_size": 4, "max_draft_len": config["max_draft_len"], "speculative_decoding_mode": 4}
+    engine.mkdir()
+    document = {"version": "0.16.0", "pretrained_config": config, "build_config": build}
+    (engine / "config.json").write_text(json.dumps(document))
+    for content, said in ((b"", "no whole engine"), (b"an engine", "no record beside it")):
+        (engine / "rank0.engine").write_bytes(content)
+        code, found, _ = call("serving", port.file, *options, "--engine", engine)
+        assert code == 2
+        assert said in found["error"]["subject"]
+    (engine / "config.json").write_text(json.dumps(document | {"version": "0.13.0"}))
+    code, found, _ = call("serving", port.file, *options, "--engine", engine)
+    assert (code, found["error"]["found"]) == (2, "0.13.0")
+
+
 @pytest.mark.parametrize("name", ["build.sh", "run.sh", "capture.py", "prompts.csv", "build_plan.json"])
 def test_a_plan_leaves_everything_the_other_machine_needs(port, tmp_path, name):
     out = tmp_path / "run"

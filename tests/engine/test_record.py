@@ -8,9 +8,9 @@ import pytest
 
 from porting_kit.engine import capture_evidence
 from porting_kit.engine.command import CommandPlan, PlannedFlag
+from porting_kit.engine.engine_config import read_engine_config
 from porting_kit.engine.record import (
     check_engine,
-    read_engine_config,
     read_record,
     require_same_port,
     write_record,
@@ -113,6 +113,9 @@ def test_an_engine_of_another_release_lists_the_differences(tmp_path):
         ("{", "not JSON"),
         ('{"architecture": "BloomForCausalLM"}', "not an engine's"),
         ('{"version": "0.11.0"}', "not an engine's"),
+        ("[]", "not an engine's"),
+        ('{"version": "0.11.0", "pretrained_config": 3, "build_config": {}}', "unusable pretrained_config"),
+        ('{"version": "0.11.0", "pretrained_config": {}, "build_config": {"max_batch_size": "8"}}', "max_batch_size"),
     ],
 )
 def test_folders_that_are_no_engines_are_refused(tmp_path, content, words):

@@ -5,7 +5,7 @@ import ast
 import pytest
 from test_record import CHOICES, write_engine
 
-from porting_kit.engine.record import read_engine_config
+from porting_kit.engine.engine_config import read_engine_config
 from porting_kit.engine.server_files import find_commands, read_pbtxt, read_text_file
 from porting_kit.engine.serving import (
     check_commands,
@@ -145,6 +145,28 @@ def test_rules_that_changed_under_the_user_are_told():
     assert set(early) == {"session of run.py, line 7"}
     assert set(late) == {"flags of trtllm-build, line 4", "temperature of run.py, line 7"}
     assert "now --max_seq_len" in late["flags of trtllm-build, line 4"].value
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("trtllm-build --max_batch_size --output_dir engine", "--max_batch_size lacks its value"),
+        ("trtllm-build --output_dir", "--output_dir lacks its value"),
+        ("trtllm-build --output_dir engine --strip_plan yes", "--strip_plan takes no value"),
+        ("python3 run.py --engine_dir --medusa_choices '[[0]]'", "--engine_dir lacks its value"),
+        ("python3 run.py --use_py_session 1", "--use_py_session takes no value"),
+    ],
+)
+def test_a_flag_without_its_value_is_flagged(command, said):
+    found = {gate.name: gate for gate in check_commands(list(find_commands(command)), "0.13.0")}
+    (gate,) = [gate for name, gate in found.items() if name.startswith("values of")]
+    assert (gate.verdict, gate.value) == ("refused", said)
+
+
+def test_switches_and_values_in_their_places_pass():
+    command = "trtllm-build --output_dir=engine --strip_plan --max_batch_size $BATCH --use_fused_mlp --gemm_plugin auto"
+    gates = check_commands(list(find_commands(command)), "0.13.0")
+    assert {gate.verdict for gate in gates} == {"pass"}
 
 
 @pytest.mark.parametrize("release", ["0.16.0.dev2024121000", "0.17.0", "1.2.1"])

@@ -39,12 +39,33 @@ def test_medusa_on_an_fp8_base_is_right_and_called_approximate(case):
     assert not list(run.folder.root.glob("tmp*"))
 
 
+@pytest.mark.slow
 def test_a_scale_of_another_layer_fails_the_distance(case):
     run, checkpoint = case
     edit(checkpoint, lambda tensors: tensors[f"{LAYER}.weights_scaling_factor"].mul_(64))
     result = align_quantised(run, checkpoint)
     assert result.outcome.verdict is Verdict.FAIL
     assert "fit" in {gate.name for gate in result.alignment.gates if gate.passed is False}
+
+
+def test_one_scale_that_is_2_percent_off_fails_by_the_weights(case):
+    """Too small for the distance of the text; the weights show it."""
+    run, checkpoint = case
+    edit(checkpoint, lambda tensors: tensors[f"{LAYER}.weights_scaling_factor"].mul_(1.02))
+    result = align_quantised(run, checkpoint)
+    assert (result.outcome.verdict, result.outcome.failing_gate) == (Verdict.FAIL, "weights")
+    assert LAYER in result.outcome.summary
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", pytest.param("W8A8_SQ_PER_CHANNEL", marks=pytest.mark.slow)])
+def test_a_sharded_checkpoint_is_joined_and_aligned(case, tmp_path, algorithm):
+    from porting_kit.conversion.convert import convert_checkpoint
+
+    run, _ = case
+    convert_checkpoint(run.port.base_path, tmp_path / "cut", dtype="float32", tp_size=2)
+    checkpoint = quantise(tmp_path / "cut", tmp_path / "sharded", algorithm)
+    result = align_quantised(run, checkpoint)
+    assert result.outcome.verdict is Verdict.PASS, result.outcome.summary
 
 
 def test_a_checkpoint_of_another_base_is_refused(case):

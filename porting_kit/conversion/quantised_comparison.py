@@ -1,0 +1,204 @@
+"""A quantised checkpoint against the base it was made of, matrix by matrix: distance, and every scale by itself.
+
+The distance of a whole matrix shows a scale of another layer, a wrong row order or a wrong group size. A single scale
+that is off by a few percent hides in it, so the factor between base and stored matrix is also taken by row, by column
+and as a whole, against the factor that rounding the base with the stored scales gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from porting_kit.conversion.dequantised import StoredMatrix, needs_layout, read_matrix, require_quantised
+from porting_kit.conversion.quantised import require_consistent, weight_scale_name
+from porting_kit.conversion.quantised_files import Algorithm, QuantisedCheckpoint, read_quantised
+from porting_kit.conversion.weight_interleaving import LAYOUTS, StoredLayout
+from porting_kit.errors import CheckpointError
+
+WEIGHT_ERROR_BOUNDS = {8: {"FP8": 0.05, "W8A16": 0.03, "W8A8_SQ_PER_CHANNEL": 0.05}, 4: 0.25}
+"""Largest relative error of a whole matrix, by format: rounding alone gives 0.026 (FP8), 0.006 to 0.014 (int8, one
+scale a row) and 0.12 (int4, groups of 128) on normal weights, measured on files of nvidia-modelopt 0.47.0."""
+SCALE_FLOOR = 0.005
+"""A factor that is nearer to the expected one than this is no fault: what 16-bit scales and half precision cost."""
+SCALE_DEVIATIONS = 6.0
+"""Standard errors of a fitted factor that chance may take; among a million rows it takes five."""
+WIDEST_TEST = 0.5
+"""A row whose factor is known no better than this has nothing to be judged by: all zero, or a few numbers."""
+
+
+@dataclass(frozen=True)
+class WeightError:
+    """A quantised matrix against the base's own.
+
+    Args:
+        module: dotted name.
+        relative_error: norm of the difference over the norm of the base's matrix.
+        bound: what rounding explains.
+        scale_fault: the row, column or matrix whose scale is off, and by how much; None when all are right.
+    """
+
+    module: str
+    relative_error: float
+    bound: float
+    scale_fault: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Within what rounding explains, every scale included; False for a value that is no number."""
+        return self.relative_error <= self.bound and self.scale_fault is None
+
+
+def compare_weights(
+    source: str | Path, tensors: Mapping[str, torch.Tensor], layout: StoredLayout | None = None
+) -> tuple[WeightError, ...]:
+    """Every quantised matrix of a one-rank checkpoint against the 16-bit one of the same base, in name order.
+
+    Args:
+        source: the quantised checkpoint's folder.
+        tensors: the base converted without quantisation, by the same names.
+        layout: from `find_layout`, where one is needed.
+
+    Raises:
+        CheckpointError: the checkpoint contradicts itself, is sharded, or has a matrix the base has not.
+    """
+    checkpoint = read_quantised(source)
+    require_consistent(checkpoint)
+    return compare_ranks(checkpoint, [tensors], layout)
+
+
+def compare_ranks(
+    checkpoint: QuantisedCheckpoint, ranks: Sequence[Mapping[str, torch.Tensor]], layout: StoredLayout | None = None
+) -> tuple[WeightError, ...]:
+    """The same for any ranks: `ranks` holds the base's tensors cut as the checkpoint's are, one mapping a rank.
+
+    Quantised heads are compared where `ranks` has them.
+
+    Raises:
+        CheckpointError: not quantised, other ranks, or a matrix the base has not.
+    """
+    from safetensors.torch import load_file
+
+    algorithm = require_quantised(checkpoint)
+    if len(checkpoint.ranks) != len(ranks):
+        raise CheckpointError(
+            "the quantised checkpoint is of other ranks than the base it is compared with",
+            expected=f"{len(ranks)} ranks",
+            found=f"{len(checkpoint.ranks)} ranks",
+            where=checkpoint.folder,
+        )
+    bounds = WEIGHT_ERROR_BOUNDS[algorithm.bits]
+    bound, found = bounds if isinstance(bounds, float) else bounds[algorithm.name], []
+    for rank, wanted in enumerate(ranks):
+        own = load_file(checkpoint.file(rank))
+        for module in checkpoint.modules(rank):
+            if weight_scale_name(own, module) is None or _is_unknown_head(module, wanted):
+                continue
+            matrix = read_matrix(own, module, algorithm, layout)
+            label = module if len(ranks) == 1 else f"rank{rank}: {module}"
+            reference = _find_reference(wanted, module, matrix, label)
+            error = float((matrix.weight - reference).norm() / reference.norm())
+            found.append(WeightError(label, error, bound, find_scale_fault(matrix, reference, algorithm)))
+    return tuple(found)
+
+
+def _is_unknown_head(module: str, wanted: Mapping[str, torch.Tensor]) -> bool:
+    """A quantised head where only the base is given: nothing to compare it with."""
+    return module.startswith("medusa_heads.") and f"{module}.weight" not in wanted
+
+
+def find_layout(checkpoint: QuantisedCheckpoint, ranks: Sequence[Mapping[str, torch.Tensor]]) -> StoredLayout | None:
+    """How upstream's own converter stored the weights: the layout in which they are nearest to the base's.
+
+    None when none is needed. Raises CheckpointError: the weights are the base's in no known layout.
+    """
+    from safetensors.torch import load_file
+
+    if not needs_layout(checkpoint):
+        return None
+    algorithm, own = require_quantised(checkpoint), load_file(checkpoint.file(0))
+    modules = [module for module in checkpoint.modules(0) if weight_scale_name(own, module) is not None]
+    module = max(modules, key=lambda name: own[f"{name}.weight"].shape[0])  # one tile of inputs looks like none
+    errors = {}
+    for layout in LAYOUTS:
+        try:
+            matrix = read_matrix(own, module, algorithm, layout)
+        except CheckpointError:
+            continue
+        reference = _find_reference(ranks[0], module, matrix, module)
+        errors[layout] = float((matrix.weight - reference).norm() / reference.norm())
+    best = min(errors, key=errors.get, default=None)
+    if best is None or not errors[best] < 0.5:
+        raise CheckpointError(
+            "the weights are the base's in none of the layouts that upstream's converters write",
+            expected=", ".join(layout.name for layout in LAYOUTS),
+            found=f"{module}: error {errors[best]:.3g} of the base's norm at best" if best else "sizes of none of them",
+            where=checkpoint.folder,
+            next_step="quantise this base again, or name the base it was made of",
+        )
+    return best
+
+
+def _find_reference(tensors: Mapping[str, torch.Tensor], module: str, matrix: StoredMatrix, label: str) -> torch.Tensor:
+    wanted = tensors.get(f"{module}.weight")
+    if wanted is None or wanted.shape != matrix.numbers.shape:
+        raise CheckpointError(
+            "the quantised checkpoint and the base do not belong together",
+            expected="no such matrix" if wanted is None else list(wanted.shape),
+            found=list(matrix.numbers.shape),
+            where=label,
+        )
+    return wanted.float()
+
+
+def find_scale_fault(matrix: StoredMatrix, wanted: torch.Tensor, algorithm: Algorithm) -> str | None:
+    """The first row, column or the whole matrix whose scale is off, in words; None when none is.
+
+    Args:
+        matrix: as stored.
+        wanted: the base's own, float32 [out, in].
+    """
+    stored, rounded = matrix.weight, round_with(matrix, wanted, algorithm)
+    for what, dim in (("the whole matrix", None), ("row", 1), ("column", 0)):
+        if dim is not None and what == "column" and matrix.prequant is None:
+            continue
+        found, deviation = _fit_factor(wanted, stored, dim)
+        expected, _ = _fit_factor(wanted, rounded, dim)
+        allowed = SCALE_FLOOR + SCALE_DEVIATIONS * deviation
+        off, allowed = (found / expected - 1).abs().reshape(-1), allowed.reshape(-1)
+        judged = torch.isfinite(off) & torch.isfinite(allowed) & (allowed < WIDEST_TEST)
+        wrong = (judged & (off > allowed)).nonzero().reshape(-1)
+        if len(wrong):
+            place = int(wrong[0])
+            factor = float((expected / found).reshape(-1)[place])
+            where = what if dim is None else f"{what} {place}"
+            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            return f"the scale of {where} is {factor:.4g} times what it should be{more}"
+    return None
+
+
+def round_with(matrix: StoredMatrix, wanted: torch.Tensor, algorithm: Algorithm) -> torch.Tensor:
+    """What the base's matrix becomes when it is rounded with the stored scales."""
+    scale, prequant = matrix.spread_scale, matrix.prequant
+    numbers = (wanted if prequant is None else wanted / prequant[None]) / scale
+    if algorithm.name == "FP8":
+        numbers = numbers.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float()
+    else:
+        limit = 1 << (algorithm.bits - 1)
+        numbers = numbers.round().clamp(-limit, limit - 1)
+    rounded = numbers * scale
+    return rounded if prequant is None else rounded * prequant[None]
+
+
+def _fit_factor(wanted: torch.Tensor, stored: torch.Tensor, dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factor that takes `stored` nearest to `wanted`, over a dimension or all, and its standard error."""
+    dims = (0, 1) if dim is None else (dim,)
+    square = (stored * stored).sum(dims)
+    factor = (stored * wanted).sum(dims) / square
+    spread = factor if dim is None else factor.unsqueeze(dim)
+    rest = (wanted - spread * stored).square().sum(dims)
+    count = wanted.numel() if dim is None else wanted.shape[dim]
+    return factor, (rest / (max(count - 1, 1) * square)).sqrt()

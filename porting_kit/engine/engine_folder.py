@@ -1,0 +1,116 @@
+"""Whether an engine folder may be used for a port at all: its files, its config, and the record beside it.
+
+An engine belongs to one release, card, checkpoint and tree. Its config tells the release and the model; only
+the record tells tree, checkpoint and card, so an engine without one is refused rather than trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from porting_kit.engine.capture_evidence import RECORD_NAME, check_engine_folder
+from porting_kit.engine.engine_config import EngineConfig, read_engine_config
+from porting_kit.engine.record import check_engine, read_record, require_same_port
+from porting_kit.errors import CheckpointError
+
+MODEL_FIELDS = (
+    "architecture",
+    "dtype",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "num_medusa_heads",
+    "max_draft_len",
+    "mapping",
+)
+"""What an engine's config repeats of its checkpoint's."""
+RANKS = ("tp_size", "pp_size")
+
+
+def open_engine_folder(
+    folder: Path,
+    *,
+    config: Mapping[str, Any],
+    choices: Sequence[Sequence[int]],
+    checkpoint_dir: Path,
+    release: str,
+    compute_capability: str,
+) -> EngineConfig:
+    """The engine's config, when the folder holds a whole engine of this port.
+
+    Args:
+        folder: the engine's folder.
+        config: the config.json of the port's checkpoint.
+        choices: the port's tree, every node listed.
+        checkpoint_dir: the port's checkpoint.
+        release: the release the port is planned for.
+        compute_capability: of the card the port is for ("9.0").
+
+    Raises:
+        CheckpointError: a file is missing or empty; or the engine is of another release, model, tree, checkpoint or
+            card, or has no record to tell.
+    """
+    engine = read_engine_config(folder)
+    if problem := check_engine_folder(folder, engine.tp_size * engine.pp_size):
+        raise CheckpointError("the engine folder holds no whole engine", found=problem, where=folder)
+    _require_release(engine, release)
+    _require_model(engine, config)
+    _require_tree(engine, choices)
+    if not (folder / RECORD_NAME).is_file():
+        raise CheckpointError(
+            "the engine has no record beside it, so nobody can tell its tree, checkpoint and card",
+            expected=RECORD_NAME,
+            where=folder,
+            next_step="where it was built from this run folder: python3 engine/capture.py record --engine-dir ENGINE",
+        )
+    card = {"compute_capability": compute_capability}
+    require_same_port(
+        read_record(folder), choices=choices, checkpoint_dir=checkpoint_dir, release=release, card=card, where=folder
+    )
+    return engine
+
+
+def _require_release(engine: EngineConfig, release: str) -> None:
+    if engine.release != release:
+        raise CheckpointError(
+            "the engine was built by another release of TensorRT-LLM",
+            expected=release,
+            found=engine.release,
+            where=engine.where,
+            next_step="build again, or name the engine's release: -p trtllm.release=...",
+        )
+
+
+def _require_model(engine: EngineConfig, config: Mapping[str, Any]) -> None:
+    unlike = []
+    for name in MODEL_FIELDS:
+        wanted, found = config.get(name), engine.model.get(name)
+        if name == "mapping":
+            wanted, found = (tuple((mapping or {}).get(size, 1) for size in RANKS) for mapping in (wanted, found))
+        if wanted is not None and wanted != found:
+            unlike.append(f"{name}: {found} instead of {wanted}")
+    if unlike:
+        raise CheckpointError(
+            "the engine was built from another model",
+            expected="the checkpoint of this port",
+            found=f"{len(unlike)} settings differ",
+            where=engine.where,
+            items=unlike,
+            next_step="build again from this port's checkpoint",
+        )
+
+
+def _require_tree(engine: EngineConfig, choices: Sequence[Sequence[int]]) -> None:
+    depth = max(map(len, choices))
+    for gate in check_engine(engine, num_drafts=len(choices), depth=depth):
+        if gate.verdict == "refused":
+            raise CheckpointError(
+                f"the engine cannot run this tree: {gate.name}",
+                expected=gate.expected,
+                found=gate.value,
+                where=engine.where,
+                next_step=gate.remedy,
+            )
