@@ -305,15 +305,18 @@ def quantised(
         from porting_kit.steps.context import open_port_run
         from porting_kit.steps.quantised_alignment import align_quantised
 
-        _report(
-            lambda: align_quantised(
+        def align_call() -> Any:
+            if base or heads or dequantised:
+                raise PortFileError("with --port base and heads are the port's", found="--base, --heads, --dequantised")
+            return align_quantised(
                 open_port_run(port, run_folder=out, overrides=parse_overrides(parameter)), checkpoint
-            ),
-            format_alignment,
-            as_json,
-        )
+            )
+
+        _report(align_call, format_alignment, as_json)
 
     def call() -> Any:
+        if parameter:
+            raise PortFileError("-p changes fields of a port file", expected="--port PORT.yaml", found=parameter[0])
         return check_quantised(
             checkpoint, base=base, heads=heads, dequantised=dequantised, out=out, max_draft_len=max_draft_len
         )
