@@ -117,16 +117,18 @@ def as_baichuan_13b(tensors: Tensors, raw: dict[str, Any], size: ModelSize) -> N
 def make_alibi_llama(config: Any) -> Any:
     """LLaMA with ALiBi in place of rotation: frequencies of zero, and a bias of -slope x distance as attention mask.
 
-    Slopes for a power of two of heads: 2^(-8 (h + 1) / H) (the ALiBi paper, as Baichuan-13B computes them).
+    Slopes as Bloom's, which Baichuan-13B computes in the same way.
     """
     import torch
     import transformers
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
     class AlibiLlama(transformers.LlamaForCausalLM):
         def forward(self, input_ids: Any = None, **options: Any) -> Any:
             H, S = self.config.num_attention_heads, input_ids.shape[1]
-            slopes = 2.0 ** (-8.0 * torch.arange(1, H + 1) / H)
-            distance = torch.arange(S)[:, None] - torch.arange(S)
+            slopes = build_alibi_tensor(torch.ones(1, 2, device=input_ids.device), H, torch.float32)[:, 0, 1]
+            place = torch.arange(S, device=input_ids.device)
+            distance = place[:, None] - place
             bias = (-slopes[:, None, None] * distance).masked_fill(distance < 0, torch.finfo(torch.float32).min)
             return super().forward(input_ids=input_ids, attention_mask=bias[None], **options)
 

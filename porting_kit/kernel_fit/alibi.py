@@ -18,7 +18,7 @@ import torch
 
 from porting_kit.errors import ConversionError
 from porting_kit.kernel_fit.alibi_line import AlibiFit, alibi_slopes, fit_alibi
-from porting_kit.kernel_fit.attention_tensors import DENSE_BIAS, HeadTensors, attention_prefixes, pad_dims
+from porting_kit.kernel_fit.attention_tensors import HeadTensors, has_dense_bias, pad_dims
 from porting_kit.kernel_fit.exact_transforms import Fitted, Tensors, change_layers
 from porting_kit.kernel_fit.note import FitNote
 from porting_kit.kernel_fit.settings import (
@@ -32,6 +32,8 @@ from porting_kit.kernel_fit.settings import (
 
 ERROR_BOUND_NATS = 0.025
 """Largest error of an attention logit, where keys matter, that the fit of the line itself may have."""
+FEWEST_DIMS = 8
+"""Four pairs."""
 MOST_PAIRS = 32
 """More pairs follow the line no better than half precision lets them be seen."""
 
@@ -69,7 +71,7 @@ def fold_alibi(
     """
     old = config["head_size"]
     content = old if content_size is None else content_size
-    _require_alibi(config, head_size, content)
+    require_alibi(config, head_size, content, "fold_alibi", FEWEST_DIMS)
     refuse_changed_rows(config, "fold_alibi")
     slopes = model_slopes(config)
     pairs = min((head_size - content) // 2, MOST_PAIRS)
@@ -85,14 +87,13 @@ def fold_alibi(
     factor = math.sqrt(head_size / old)
 
     def fold(prefix: str, heads: HeadTensors) -> HeadTensors:
-        _require_room(heads, content, prefix)
-        return _insert_waves(heads.with_bias(), query_wave, key_wave, head_size, content, factor)
+        require_room(heads, content, prefix, "fold_alibi")
+        return insert_front(heads.with_bias(), query_wave, key_wave, head_size, content, factor)
 
     folded = change_layers(config, tensors, fold)
     fitted = _rotary_config(config, fit, head_size, length_tokens)
     fitted[QKV_BIAS_KEY] = True
-    dense_biases = [prefix + DENSE_BIAS in tensors for prefix in attention_prefixes(tensors)]
-    fitted[DENSE_BIAS_KEY] = bool(dense_biases) and all(dense_biases)
+    fitted[DENSE_BIAS_KEY] = has_dense_bias(tensors)
     figures = {
         "head_size": [old, head_size],
         "content_dims": content,
@@ -111,41 +112,51 @@ def fold_alibi(
     return fitted, folded, FitNote("fold_alibi", False, what, figures)
 
 
-def _require_alibi(config: Mapping[str, Any], head_size: int, content: int) -> None:
+def require_alibi(config: Mapping[str, Any], head_size: int, content: int, transform: str, dims: int) -> None:
+    """Stop when there is no ALiBi, or no room of `dims` dims for what stands for it.
+
+    Raises:
+        ConversionError: so, or a query scaling that is not folded yet.
+    """
     kind = config["position_embedding_type"]
     if kind not in ALIBI_KINDS:
         raise ConversionError(
-            "fold_alibi has no ALiBi to fold",
+            f"{transform} has no ALiBi to fold",
             expected="alibi or alibi_with_scale",
             found=str(kind),
             next_step="remove it from the fit",
         )
     if float(config.get("q_scaling") or 1.0) != 1.0:
         raise ConversionError(
-            "fold_alibi needs the query scaling folded first",
+            f"{transform} needs the query scaling folded first",
             expected="q_scaling 1",
             found=f"q_scaling {config['q_scaling']:g}",
             next_step="put fold_scale before it",
         )
-    if head_size - content < 8 or head_size < config["head_size"]:
+    if head_size - content < dims or head_size < config["head_size"]:
         raise ConversionError(
-            "fold_alibi has no room in the heads",
-            expected="at least 8 free dims (4 pairs)",
+            f"{transform} has no room in the heads",
+            expected=f"at least {dims} free dims",
             found=f"{content} content dims in heads of {head_size}",
             next_step="truncate_heads makes room at the same head size",
         )
 
 
-def _require_room(heads: HeadTensors, content: int, prefix: str) -> None:
+def require_room(heads: HeadTensors, content: int, prefix: str, transform: str) -> None:
+    """Stop when queries or keys use dims behind their content.
+
+    Raises:
+        ConversionError: they do.
+    """
     rest = [heads.query[:, content:], heads.key[:, content:]]
     if heads.has_bias:
         rest += [heads.query_bias[:, content:], heads.key_bias[:, content:]]
     if any(bool(part.any()) for part in rest):
         raise ConversionError(
-            f"{prefix}attention uses dims that fold_alibi was told are free",
+            f"{prefix}attention uses dims that {transform} was told are free",
             expected=f"zeros behind the first {content} dims of queries and keys",
             found="other values",
-            next_step="put truncate_heads before fold_alibi",
+            next_step=f"put truncate_heads before {transform}",
         )
 
 
@@ -178,7 +189,7 @@ def measure_waves(fit: AlibiFit, query: torch.Tensor, key: torch.Tensor, head_si
     return float(((np.nanmax(gap, axis=1) - np.nanmin(gap, axis=1)) / 2).max())
 
 
-def _insert_waves(
+def insert_front(
     heads: HeadTensors,
     query_wave: torch.Tensor,
     key_wave: torch.Tensor,

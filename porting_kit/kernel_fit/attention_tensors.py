@@ -105,6 +105,12 @@ def join_heads(heads: HeadTensors, prefix: str) -> dict[str, torch.Tensor]:
     return joined
 
 
+def has_dense_bias(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether every layer's output projection has a bias."""
+    found = [prefix + DENSE_BIAS in tensors for prefix in attention_prefixes(tensors)]
+    return bool(found) and all(found)
+
+
 def pad_dims(heads: HeadTensors, size: int) -> HeadTensors:
     """Zero dims at the end of every head, up to `size`."""
     extra = size - heads.query.shape[1]

@@ -11,12 +11,13 @@ from porting_kit.kernel_fit.fit_step import (
     LONGEST_TOKENS,
     FitStep,
     apply_to_shape,
+    carries_alibi,
     changed_rows,
     kept_dims,
     kernel_sizes,
     plan_length,
 )
-from porting_kit.kernel_fit.settings import ALIBI_KINDS, next_power_of_two
+from porting_kit.kernel_fit.settings import ALIBI_KINDS, POSITION_DIMS, next_power_of_two
 from porting_kit.releases.kernels import KernelProfile
 from porting_kit.releases.shape import AttentionShape
 
@@ -43,10 +44,10 @@ def _head_steps(
 ) -> Iterator[tuple[FitStep, ...]]:
     sizes = kernel_sizes(profile, shape)
     if shape.position_kind in ALIBI_KINDS:
-        if plan_length(shape, config) > LONGEST_TOKENS:
-            return
-        for size in sizes:
-            yield from _alibi_steps(shape, size, config)
+        for name, room in (("write_positions", POSITION_DIMS), ("fold_alibi", 2 * FEWEST_PAIRS)):
+            if plan_length(shape, config) <= LONGEST_TOKENS[name] and carries_alibi(name, shape) is None:
+                for size in sizes:
+                    yield from _alibi_steps(name, room, shape, size, config)
         return
     yield ()
     for size in sizes:
@@ -54,15 +55,17 @@ def _head_steps(
             yield (FitStep("pad_head_size", {"head_size": size}),)
 
 
-def _alibi_steps(shape: AttentionShape, size: int, config: Mapping[str, Any]) -> Iterator[tuple[FitStep, ...]]:
+def _alibi_steps(
+    name: str, room: int, shape: AttentionShape, size: int, config: Mapping[str, Any]
+) -> Iterator[tuple[FitStep, ...]]:
     length = plan_length(shape, config)
-    if size - shape.head_size >= 2 * FEWEST_PAIRS:
-        yield (FitStep("fold_alibi", {"head_size": size, "length_tokens": length}),)
+    if size - shape.head_size >= room:
+        yield (FitStep(name, {"head_size": size, "length_tokens": length}),)
     elif size == shape.head_size:
-        keep = kept_dims(shape, config)
+        keep = kept_dims(name, shape, config)
         yield (
             FitStep("truncate_heads", {"keep": keep}),
-            FitStep("fold_alibi", {"head_size": size, "length_tokens": length, "content_size": keep}),
+            FitStep(name, {"head_size": size, "length_tokens": length, "content_size": keep}),
         )
 
 

@@ -21,10 +21,12 @@ from porting_kit.kernel_fit.exact_transforms import Fitted, fold_scale, pad_head
 from porting_kit.kernel_fit.note import FitNote
 from porting_kit.kernel_fit.plan import FitPlan
 from porting_kit.kernel_fit.truncation import truncate_heads
+from porting_kit.kernel_fit.written_positions import write_positions
 
 TRANSFORMS: Mapping[str, Callable[..., Fitted]] = {
     "fold_scale": fold_scale,
     "truncate_heads": truncate_heads,
+    "write_positions": write_positions,
     "fold_alibi": fold_alibi,
     "pad_head_size": pad_head_size,
     "pad_query_groups": pad_query_groups,

@@ -6,16 +6,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from porting_kit.kernel_fit.settings import next_power_of_two
+from porting_kit.kernel_fit.settings import (
+    DIGIT_BASE,
+    LARGEST_DIGIT,
+    POSITION_DIMS,
+    WRITING_DTYPES,
+    next_power_of_two,
+)
 from porting_kit.releases.kernels import KernelProfile
 from porting_kit.releases.shape import AttentionShape
 
-ORDER = ("fold_scale", "truncate_heads", "fold_alibi", "pad_head_size", "pad_query_groups")
+ORDER = ("fold_scale", "truncate_heads", "write_positions", "fold_alibi", "pad_head_size", "pad_query_groups")
 """All transforms, in the order they are applied."""
 APPROXIMATE = frozenset({"truncate_heads", "fold_alibi"})
 KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "fold_scale": ("q_scaling",),
     "truncate_heads": (),
+    "write_positions": (
+        "attention_head_size",
+        "position_embedding_type",
+        "max_position_embeddings",
+        "bias",
+        "dense_bias",
+    ),
     "fold_alibi": (
         "attention_head_size",
         "position_embedding_type",
@@ -36,8 +49,8 @@ SHORT_TOKENS, FEWEST_SHORT_PAIRS = 1024, 6
 line within 0.013 nats in float16 and 0.023 in bfloat16 (measured for 16 to 112 heads; 0.021 in float16 at 2,048 tokens,
 too near the bound). On a trained model 116 kept dims are closer to the original than 112: the largest margin is 0.09
 instead of 0.41 logits in float16."""
-LONGEST_TOKENS = 8192
-"""The longest sequence for which fold_alibi has been measured."""
+LONGEST_TOKENS = {"fold_alibi": 8192, "write_positions": DIGIT_BASE * LARGEST_DIGIT}
+"""The longest sequence of each transform that stands for ALiBi: what has been measured, what two digits hold."""
 CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 
 
@@ -61,6 +74,9 @@ def apply_to_shape(shape: AttentionShape, steps: Sequence[FitStep]) -> Attention
                 shape = replace(shape, q_scaling=1.0)
             case "fold_alibi":
                 shape = replace(shape, head_size=step.arguments["head_size"], position_kind="rope_gpt_neox")
+            case "write_positions":
+                size = step.arguments["head_size"]
+                shape = replace(shape, head_size=size, position_kind="learned_absolute", positions_in_graph=True)
             case "pad_head_size":
                 shape = replace(shape, head_size=step.arguments["head_size"])
             case "pad_query_groups":
@@ -82,8 +98,23 @@ def plan_length(shape: AttentionShape, config: Mapping[str, Any]) -> int:
     return int(shape.max_seq_len or config.get("max_position_embeddings") or 2048)
 
 
-def kept_dims(shape: AttentionShape, config: Mapping[str, Any]) -> int:
-    """How many dims of queries and keys a truncation keeps: all but those of the pairs that the length asks for."""
+def carries_alibi(name: str, shape: AttentionShape) -> str | None:
+    """Why a transform that stands for ALiBi cannot be used with this type and cache, None when it can."""
+    if shape.cache_dtype in ("int8", "fp8"):
+        return f"a {shape.cache_dtype} cache rounds the keys' extra dims far beyond the bound on the attention logit"
+    if name == "write_positions" and shape.dtype not in WRITING_DTYPES:
+        return f"its products must be summed in float32, which the context kernels do not always do for {shape.dtype}"
+    return None
+
+
+def kept_dims(name: str, shape: AttentionShape, config: Mapping[str, Any]) -> int:
+    """How many dims of queries and keys a truncation keeps: all but those that what stands for ALiBi takes.
+
+    Args:
+        name: `fold_alibi` (pairs by length) or `write_positions`.
+    """
+    if name == "write_positions":
+        return shape.head_size - POSITION_DIMS
     pairs = FEWEST_SHORT_PAIRS if plan_length(shape, config) <= SHORT_TOKENS else FEWEST_PAIRS
     return shape.head_size - 2 * pairs
 

@@ -11,14 +11,18 @@ from porting_kit.kernel_fit.fit_step import (
     ORDER,
     FitStep,
     apply_to_shape,
+    carries_alibi,
     changed_rows,
     kept_dims,
     kernel_sizes,
     plan_length,
 )
-from porting_kit.kernel_fit.settings import ALIBI_KINDS, next_power_of_two
+from porting_kit.kernel_fit.settings import ALIBI_KINDS, POSITION_DIMS, next_power_of_two
 from porting_kit.releases.kernels import KernelProfile
 from porting_kit.releases.shape import AttentionShape
+
+ROOM = {"write_positions": POSITION_DIMS, "fold_alibi": 8}
+"""Dims that each transform that stands for ALiBi needs, at least."""
 
 
 def read_named_steps(
@@ -43,6 +47,8 @@ def read_named_steps(
                 found=str(text),
             )
         asked[name] = value
+    if len(ROOM.keys() & asked.keys()) > 1:
+        raise _cannot_apply("fold_alibi", "write_positions stands for ALiBi already", "name one of the two")
     obstacle = changed_rows(config)
     if asked and obstacle:
         raise _cannot_apply(next(iter(asked)), obstacle)
@@ -58,7 +64,8 @@ def _named_step(
 ) -> FitStep:
     sizes = kernel_sizes(profile, shape)
     is_alibi = shape.position_kind in ALIBI_KINDS
-    keep = int(asked["truncate_heads"] or kept_dims(shape, config)) if "truncate_heads" in asked else None
+    carrier = next((each for each in LONGEST_TOKENS if each in asked), "fold_alibi")
+    keep = int(asked["truncate_heads"] or kept_dims(carrier, shape, config)) if "truncate_heads" in asked else None
     if name == "fold_scale":
         if shape.q_scaling == 1.0:
             raise _cannot_apply(name, "its q_scaling is 1")
@@ -68,13 +75,14 @@ def _named_step(
             raise _cannot_apply(
                 name, f"its positions are {shape.position_kind}: rotated queries and keys have no free basis"
             )
-        if "fold_alibi" not in asked:
-            raise _cannot_apply(name, "nothing uses the room it makes", "add fold_alibi")
-        if not 8 <= keep <= shape.head_size - 8:
-            raise _cannot_apply(name, f"it cannot keep {keep} of {shape.head_size} dims", "keep 8 to D - 8 dims")
+        if carrier not in asked:
+            raise _cannot_apply(name, "nothing uses the room it makes", "add fold_alibi or write_positions")
+        room = ROOM[carrier]
+        if not 8 <= keep <= shape.head_size - room:
+            raise _cannot_apply(name, f"it cannot keep {keep} of {shape.head_size} dims", f"keep 8 to D - {room} dims")
         return FitStep(name, {"keep": keep})
-    if name == "fold_alibi":
-        return _named_alibi(shape, sizes, keep, config, is_alibi)
+    if name in ROOM:
+        return _named_alibi(name, shape, sizes, keep, config, is_alibi)
     if name == "pad_head_size":
         larger = [size for size in sizes if size > shape.head_size]
         if not larger:
@@ -91,37 +99,39 @@ def _named_step(
 
 
 def _named_alibi(
-    shape: AttentionShape, sizes: list[int], keep: int | None, config: Mapping[str, Any], is_alibi: bool
+    name: str, shape: AttentionShape, sizes: list[int], keep: int | None, config: Mapping[str, Any], is_alibi: bool
 ) -> FitStep:
     if not is_alibi:
-        raise _cannot_apply("fold_alibi", f"its positions are {shape.position_kind}")
-    length = require_followed_length(shape, config)
+        raise _cannot_apply(name, f"its positions are {shape.position_kind}")
+    obstacle = carries_alibi(name, shape)
+    if obstacle:
+        raise _cannot_apply(name, obstacle, "set target.kv_cache_type: auto, or another dtype, or use fit: auto")
+    length = require_followed_length(shape, config, name)
     content = keep or shape.head_size
-    room = [size for size in sizes if size >= shape.head_size and size - content >= 8]
+    room = [size for size in sizes if size >= shape.head_size and size - content >= ROOM[name]]
     if not room:
-        raise _cannot_apply(
-            "fold_alibi", f"its {shape.head_size} dims leave no room in a kernel's head", "add truncate_heads"
-        )
+        raise _cannot_apply(name, f"its {shape.head_size} dims leave no room in a kernel's head", "add truncate_heads")
     arguments: dict[str, int | float] = {"head_size": room[0], "length_tokens": length}
     if keep is not None:
         arguments["content_size"] = keep
-    return FitStep("fold_alibi", arguments)
+    return FitStep(name, arguments)
 
 
-def require_followed_length(shape: AttentionShape, config: Mapping[str, Any]) -> int:
-    """The longest sequence, in tokens, that fold_alibi must follow.
+def require_followed_length(shape: AttentionShape, config: Mapping[str, Any], name: str) -> int:
+    """The longest sequence, in tokens, that a transform must follow ALiBi over.
 
     Raises:
         PortFileError: longer than it has been measured for.
     """
     length = plan_length(shape, config)
-    if length > LONGEST_TOKENS:
+    longest = LONGEST_TOKENS[name]
+    if length > longest:
         raise PortFileError(
-            "the sequences are longer than fold_alibi can follow",
-            expected=f"max_seq_len up to {LONGEST_TOKENS}",
+            f"the sequences are longer than {name} can follow",
+            expected=f"max_seq_len up to {longest}",
             found=str(length),
             where="target.max_seq_len, or the model's trained positions when it is not set",
-            next_step=f"set target.max_seq_len to at most {LONGEST_TOKENS}",
+            next_step=f"set target.max_seq_len to at most {longest}",
         )
     return length
 

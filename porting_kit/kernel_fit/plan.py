@@ -17,8 +17,10 @@ from porting_kit.kernel_fit.fit_step import (
     APPROXIMATE,
     CACHE_BYTES,
     KEYWORDS,
+    LONGEST_TOKENS,
     FitStep,
     apply_to_shape,
+    carries_alibi,
     changed_rows,
 )
 from porting_kit.kernel_fit.named_steps import read_named_steps, require_followed_length
@@ -89,7 +91,12 @@ class FitPlan:
         from porting_kit.kernel_fit.attention_arguments import follow_fit
 
         followed = follow_fit(source, self.keywords, file=file)
-        return followed.source, followed.edits
+        if "write_positions" not in self.names:
+            return followed.source, followed.edits
+        from porting_kit.kernel_fit.position_source import write_position_source
+
+        written = write_position_source(followed.source, file=file)
+        return written.source, (*followed.edits, *written.edits)
 
     def as_dict(self) -> dict[str, Any]:
         """A JSON-ready dict, without the gates."""
@@ -143,7 +150,8 @@ def _plan_automatically(shape: AttentionShape, profile: KernelProfile, config: M
     if not _failing(shape, profile):
         return _finish((), shape, profile, config)
     if shape.position_kind in ALIBI_KINDS:
-        require_followed_length(shape, config)
+        longest = "write_positions" if carries_alibi("write_positions", shape) is None else "fold_alibi"
+        require_followed_length(shape, config, longest)
     candidates = sorted(list_combinations(shape, profile, config), key=lambda steps: plan_cost(shape, steps))
     passing = [steps for steps in candidates if not _failing(apply_to_shape(shape, steps), profile)]
     if passing:
@@ -161,6 +169,8 @@ def _no_fit(
     left = _failing(apply_to_shape(shape, closest), profile)
     first = left[0]
     obstacle = changed_rows(config)
+    if obstacle is None and shape.position_kind in ALIBI_KINDS:
+        obstacle = carries_alibi("fold_alibi", shape)
     return BaseModelError(
         f"no transform makes this model pass the gate '{first.name}' of TensorRT-LLM {profile.release}",
         expected=first.expected,
@@ -198,7 +208,7 @@ def _finish(
 def _helps(step: FitStep, gate: GateResult) -> bool:
     if step.name in gate.mended_by:
         return True
-    # fold_alibi enlarges the head as well, and the room that truncation makes is for fold_alibi.
-    return (step.name == "fold_alibi" and gate.name == "head size") or (
-        step.name == "truncate_heads" and gate.name == "ALiBi"
+    # What stands for ALiBi enlarges the head as well, and the room that truncation makes is for it.
+    return (step.name in LONGEST_TOKENS and gate.name == "head size") or (
+        step.name in ("truncate_heads", "write_positions") and gate.name == "ALiBi"
     )

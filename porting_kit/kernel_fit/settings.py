@@ -13,6 +13,12 @@ SHARE_KEYS = ("rotary_pct", "partial_rotary_factor")
 BASE_KEYS = ("rotary_base", "rotary_emb_base")
 QKV_BIAS_KEY = "attention_qkv_bias"
 DENSE_BIAS_KEY = "attention_dense_bias"
+POSITION_DIMS = 4
+"""Dims of a head that write_positions takes: two digits of the position, for each of two parts of the slope."""
+DIGIT_BASE, LARGEST_DIGIT = 128, 256
+"""Digits are whole numbers that bfloat16, with eight bits, holds exactly."""
+WRITING_DTYPES = ("bfloat16", "float32")
+"""Types in which every kernel sums a logit in float32."""
 
 
 def next_power_of_two(value: int) -> int:

@@ -58,12 +58,27 @@ class TargetFit:
             config: the unfitted config.json.
 
         Raises:
-            ConversionError: the fitted heads do not divide over the ranks, or the fit is for another model.
+            ConversionError: the fitted heads do not divide over the ranks, the fit is for another model, or it writes
+                positions and there are pipeline ranks.
         """
         self.unfitted_plan, self._config = plan, dict(config)
         self._require_same_model(plan)
         if not self.plan.steps:
             return plan
+        if plan.base.layers:
+            raise ConversionError(
+                "a kernel fit changes all layers alike, and the layers of this model differ",
+                expected="fit: off, or a model whose layers have the same heads",
+                found=f"{plan.base.family}, steps {list(self.plan.names)}",
+            )
+        if "write_positions" in self.plan.names and plan.pp_size > 1:
+            raise ConversionError(
+                "write_positions needs the tokens' positions on every pipeline rank",
+                expected="pp_size 1: later ranks are fed no position_ids",
+                found=f"pp_size {plan.pp_size}",
+                where="runtime/generation.py 0.11.0.dev2024062500 l.716",
+                next_step="set target.pp_size: 1, or fit: [fold_alibi], whose positions are the kernel's own",
+            )
         shape = self.plan.fitted
         dims = {**plan.dims, "H": shape.query_heads, "K": shape.kv_heads, "D": shape.head_size}
         tensors: list[PlannedTensor] = []
@@ -134,7 +149,7 @@ class TargetFit:
             )
 
     def _adds_bias(self, plan: ConversionPlan, weight: PlannedTensor) -> bool:
-        needs = {"fold_alibi", "truncate_heads"} & set(self.plan.names)
+        needs = {"fold_alibi", "truncate_heads", "write_positions"} & set(self.plan.names)
         return bool(needs) and all(planned.target != _bias_name(weight.target) for planned in plan.tensors)
 
     def _refit(self, planned: PlannedTensor, shape: tuple[int, ...], dims: Mapping[str, int]) -> PlannedTensor:

@@ -70,7 +70,7 @@ def plan_position_edits(
     edits: list[Edit] = []
     insertions: list[Insertion] = []
     notes: list[str] = []
-    tree, offsets = _name_offsets(spec_arguments)
+    tree, offsets = name_offsets(spec_arguments)
     for carrier in flow.carriers:
         for call in _find_lookups(carrier):
             where = f"{carrier.owner.name}.{call.callee.removeprefix('self.')}"
@@ -101,7 +101,7 @@ def plan_position_edits(
     return edits, insertions, tuple(notes)
 
 
-def _name_offsets(spec_arguments: tuple[str, ...]) -> tuple[str, str]:
+def name_offsets(spec_arguments: tuple[str, ...]) -> tuple[str, str]:
     """The argument that brings the offsets, and the expression for them."""
     for name in spec_arguments:
         if name.endswith("position_offsets"):

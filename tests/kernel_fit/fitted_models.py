@@ -75,6 +75,7 @@ def fit_toy(
     release: str = RELEASE,
     wanted: Any = "auto",
     dtype: str = "float32",
+    engine_dtype: str = "float16",
     sharpness: float = 1.0,
     activations: Any = None,
     **shape: Any,
@@ -82,6 +83,8 @@ def fit_toy(
     """Convert, plan, fit and patch a toy model.
 
     Args:
+        dtype: of the checkpoint; float32 measures what the fit alone costs.
+        engine_dtype: the type that the fit is planned for.
         sharpness: factor on the content logits, put on the query weights of both sides.
     """
     tree = open_source_tree(source)
@@ -93,7 +96,9 @@ def fit_toy(
         upstream = None if tree.kind == "bundled" else tree.release
         config, tensors = checkpoint_tensors(Path(folder), dtype=dtype, release=upstream)
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    plan = plan_fit(shape_of(config, **shape), kernel_profile(f"release:{release}"), wanted, config=config)
+    plan = plan_fit(
+        shape_of(config, dtype=engine_dtype, **shape), kernel_profile(f"release:{release}"), wanted, config=config
+    )
     module = build_medusa_module(tree, config["architecture"], fit=plan)
     text = module.source
     if module.outcome.status == "already_accepts":

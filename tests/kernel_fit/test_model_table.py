@@ -34,7 +34,7 @@ def root_folder():
         ("qwen2-7b", BUG_REPORT, "works", (), 1),
         ("smollm2-135m", "0.9.0", "fit", ("pad_head_size", "pad_query_groups"), 2),
         ("smollm2-135m", "1.2.0", "works", (), 1),
-        ("falcon-rw-1b", "1.2.0", "fit", ("fold_alibi",), 2),
+        ("falcon-rw-1b", "1.2.0", "fit", ("write_positions",), 2),
         ("llama-2-70b", "0.9.0", "works", (), 1),
         ("opt-6.7b", "0.9.0", "works", (), 1),
         ("pythia-1b", "1.2.0", "refused", (), 1),

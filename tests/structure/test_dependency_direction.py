@@ -26,7 +26,7 @@ NEIGHBOURS = {
     "source_tree": set(),
     "patching": {"source_tree"},
     "conversion": set(),
-    "kernel_fit": {"conversion"},
+    "kernel_fit": {"conversion", "patching"},
     "emulator": {"source_tree"},
     "medusa": set(),
     "engine": {"source_tree", "conversion", "medusa"},

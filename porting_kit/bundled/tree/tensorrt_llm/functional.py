@@ -127,6 +127,11 @@ def slice(input, starts, sizes, strides=None):
 
 
 @_primitive
+def unsqueeze(input, axis):
+    """The tensor with a new dim of size 1."""
+
+
+@_primitive
 def index_select(input, dim, index):
     """The rows of `input` along `dim` that `index` lists."""
 
@@ -139,6 +144,11 @@ def embedding(input, weight, tp_size=1, tp_group=None, sharding_dim=0, tp_rank=N
 @_primitive
 def pow(left, right):
     """left to the power of right, elementwise."""
+
+
+@_primitive
+def maximum(left, right):
+    """The larger of two, elementwise."""
 
 
 @_primitive
