@@ -257,6 +257,8 @@ def _read_config(where: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
 def reference_from_model(model: Any, *, tokenizer: Any = None, attention: str = "", where: str = "") -> Reference:
     """Wrap a model that is already in memory."""
     settings = read_settings(model.config, getattr(model, "generation_config", None), tokenizer)
+    if hasattr(model, "set_experts_implementation"):  # transformers 5: its grouped product takes no float64
+        model.set_experts_implementation("eager")
     return Reference(model.eval(), settings, tokenizer, attention or model.config._attn_implementation, where)
 
 
@@ -324,9 +326,16 @@ def _location(path: Path) -> tuple[str, dict[str, Any]]:
     raise BaseModelError("The base model is not there", expected="a model folder or a .gguf file", found=path)
 
 
+def _is_tokenizer_file(path: Path) -> bool:
+    """tokenizer.json, tokenizer_config.json, tokenizer.model; vocab.json, vocab.txt; spiece.model; qwen.tiktoken."""
+    return path.name.startswith(("tokenizer", "vocab")) or path.suffix in (".model", ".tiktoken")
+
+
 def _load_tokenizer(where: str, options: Mapping[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
+    if "gguf_file" not in options and not any(map(_is_tokenizer_file, Path(where).iterdir())):
+        return None  # transformers 5 makes an empty one, whose end id 0 would cut texts
     try:
         return AutoTokenizer.from_pretrained(where, **options)
     except Exception:  # any failure of an optional part: prompts may be given as ids

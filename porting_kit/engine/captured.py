@@ -69,7 +69,7 @@ def read_captured_tokens(
         end_ids: every end id of the model; a sequence is cut at the first one.
         vocab_size: V; ids at or above it are refused.
         max_new_tokens: `--max_output_len` of that run; with it, fill and output are told apart for certain.
-        run_end_id: the one end id the run used to stop and to fill rows; the first of `end_ids` when None.
+        run_end_id: the one end id the run used to stop and to fill rows; when None, the one that fills the rows.
         pad_id: a second id that may fill rows (the Python session leaves it behind short prompts).
 
     Raises:
@@ -90,7 +90,7 @@ def read_captured_tokens(
             items=outside,
             next_step="the file was written by another model, or is not an output file of run.py",
         )
-    stop = end_ids[0] if run_end_id is None else run_end_id
+    stop = _find_fill(rows, prompts, end_ids, max_new_tokens) if run_end_id is None else run_end_id
     fill = {stop} if pad_id is None else {stop, pad_id}
     sequences = []
     for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
@@ -147,6 +147,20 @@ def read_captured_logits(
         with_logits.append(replace(sequence, logits=own))
     _check_logits_belong(with_logits, vocab_size, file)
     return tuple(with_logits)
+
+
+def _find_fill(
+    rows: np.ndarray, prompts: Sequence[Sequence[int]], end_ids: Sequence[int], max_new_tokens: int | None
+) -> int:
+    """The end id that stands where nothing but fill can stand: run.py knows one of a model's end ids, not always the
+    first. The first of all where no row shows it."""
+    found = set()
+    for row, prompt in zip(rows, prompts, strict=True):
+        behind = row[len(prompt) + max_new_tokens :] if max_new_tokens is not None else row[:0]
+        tail = row[-2:] if len(row) >= len(prompt) + 2 and row[-1] == row[-2] else row[:0]
+        found |= {int(token) for token in (*behind, *tail)}
+    shown = found & set(end_ids)
+    return shown.pop() if len(shown) == 1 else end_ids[0]
 
 
 def _check_batch(rows: np.ndarray, prompts: Sequence[Sequence[int]], file: Path) -> None:

@@ -55,6 +55,13 @@ def test_end_ids_come_from_every_file(folder):
     assert json.loads(json.dumps(settings.as_dict()))["end_id_sources"]["9"] == ["generation config"]
 
 
+def test_a_folder_without_a_tokenizer_names_no_end_id_of_its_own(tmp_path):
+    """transformers 5 makes an empty tokenizer for some families, whose end id is 0."""
+    reference = load_reference(make_base(tmp_path, "qwen2"))
+    assert reference.tokenizer is None
+    assert reference.settings.end_ids == (2,)
+
+
 def test_a_plain_generation_config_overrides_nothing(folder):
     write_generation_config(folder, eos_token_id=3, top_k=50, temperature=1.0)
     assert load_reference(folder).settings.overridden == {}

@@ -218,3 +218,14 @@ def test_writing_refuses_what_run_py_could_not_have_written(tmp_path):
         write(tmp_path, length=5)
     with pytest.raises(CapturedFileError, match="no common vocabulary"):
         write_captured_logits(tmp_path / "logits.npy", [np.zeros((1, 4)), np.zeros((1, 5))])
+
+
+def test_rows_filled_with_a_later_end_id_are_read_by_it(tmp_path):
+    """Llama 3's folders name three end ids; run.py fills with the tokenizer's, which is the last of them."""
+    outputs = [[40, 41, 9], [50, 9], [60, 61, 62, 63]]
+    for new_tokens in (4, None):
+        file = write(tmp_path, outputs=outputs, end_id=9, length=None if new_tokens is None else 16)
+        sequences = read(file, end_ids=[5, 7, 9], max_new_tokens=new_tokens)
+        assert [sequence.ended_by for sequence in sequences[:2]] == [9, 9]
+        assert not any(sequence.ran_past_end for sequence in sequences)
+        assert [list(sequence.tokens) for sequence in sequences] == outputs
