@@ -70,6 +70,7 @@ class CheckpointBase:
     tied = False
     q_scaling = output_scale = 1.0
     head_size = 0
+    layers = ()  # each tensor stands for itself, so layers may differ
 
 
 def is_base_checkpoint(folder: Path) -> bool:
@@ -95,6 +96,8 @@ def open_base_checkpoint(folder: Path) -> tuple[CheckpointBase, TensorSource]:
         base = CheckpointBase(raw, str(file))
         tp_size, pp_size = base.ranks
         needed = (base.architecture, base.hidden_size, base.vocab_size, base.dtype)
+        quantised = (raw.get("quantization") or {}).get("quant_algo")
+        world = (raw.get("mapping") or {}).get("world_size", tp_size * pp_size)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise CheckpointError(
             "the base checkpoint's config.json cannot be used",
@@ -104,13 +107,21 @@ def open_base_checkpoint(folder: Path) -> tuple[CheckpointBase, TensorSource]:
         ) from None
     if raw.get("num_medusa_heads"):
         raise CheckpointError("the base checkpoint holds Medusa heads already", where=file)
-    if base.dtype not in CHECKPOINT_DTYPES or (raw.get("quantization") or {}).get("quant_algo"):
+    if base.dtype not in CHECKPOINT_DTYPES or quantised:
         raise CheckpointError(
             "heads can only join a base checkpoint in floating point",
             expected=f"one of {list(CHECKPOINT_DTYPES)}, not quantised",
             found=f"{needed[-1]}, quantization {raw.get('quantization')}",
             where=file,
             next_step="quantise base and heads together with TensorRT-LLM's own quantisation",
+        )
+    if world != tp_size * pp_size or min(tp_size, pp_size) < 1:
+        raise CheckpointError(
+            "the base checkpoint's mapping contradicts itself",
+            expected="world_size equal to tp_size times pp_size, each 1 or more",
+            found=raw.get("mapping"),
+            where=file,
+            next_step="convert the base again",
         )
     entries: dict[str, TensorEntry] = {}
     for rank in range(tp_size * pp_size):

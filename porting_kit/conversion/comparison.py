@@ -104,7 +104,7 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
     differences: list[TensorDifference] = []
     compared = equal = 0
     for pair in zip(*ranks, strict=True):
-        left, right = (TensorSource(read_header(file, CheckpointError), file, CheckpointError) for file in pair)
+        left, right = (_open_rank(file) for file in pair)
         for name in dict.fromkeys((*left.names(), *right.names())):
             difference = _compare_tensor(left, right, name, pair[0].name)
             compared += name in left and name in right
@@ -115,6 +115,14 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
         key: (configs[0].get(key), configs[1].get(key)) for key in keys if configs[0].get(key) != configs[1].get(key)
     }
     return CheckpointComparison(compared, equal, tuple(differences), fields)
+
+
+def _open_rank(file: Path) -> TensorSource:
+    """A rank's tensors. Raises CheckpointError: it has none, which compares equal to anything as empty."""
+    entries = read_header(file, CheckpointError)
+    if not entries:
+        raise CheckpointError(f"{file.name} holds no tensors", where=file, next_step="convert again")
+    return TensorSource(entries, file, CheckpointError)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

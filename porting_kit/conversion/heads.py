@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from porting_kit.architectures.base_config import BaseConfig
 
 MISSING_SHOWN = 10
+HEAD_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,8 @@ def read_head_set(path: str | Path, *, use: int | None = None, check_values: boo
 
     Raises:
         HeadsError: no heads, an unknown layout, gaps between heads or layers, a reduced vocabulary, shapes that do not
-            belong together, more heads asked for than exist, two files that disagree, values that are not finite.
+            belong together, tensors that are not in floating point, more heads asked for than exist, two files that
+            disagree, values that are not finite.
     """
     path = Path(path)
     source, config = open_heads(path)
@@ -274,6 +276,17 @@ def _collect(
     flat = [name for name in (*names.weights.values(), *names.outputs.values()) if len(source.shape(name)) != 2]
     if flat:
         raise HeadsError("weights of the heads are no matrices", where=where, items=sorted(flat))
+    unlike = [name for name in (*names.weights.values(), *names.biases.values(), *names.outputs.values())
+              if source.dtype(name) not in HEAD_DTYPES]  # fmt: skip
+    if unlike:
+        raise HeadsError(
+            "tensors of the heads are not in floating point",
+            expected=f"one of {list(HEAD_DTYPES)}",
+            found=", ".join(sorted({source.dtype(name) for name in unlike})),
+            where=where,
+            items=sorted(unlike),
+            next_step="the heads are quantised or damaged: save them in 16 or 32 bit",
+        )
     hidden_size = source.shape(names.weights[0, 0])[-1]
     vocab_size = source.shape(names.outputs[0])[0] if names.outputs else None
     origins: dict[str, str | None] = {}

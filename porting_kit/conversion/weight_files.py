@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 import struct
 import zipfile
 from collections import OrderedDict
@@ -59,6 +60,8 @@ STORAGE_DTYPES = {
     "BoolStorage": "bool",
 }
 MAX_HEADER_BYTES = 100_000_000
+WEB_PAGE = re.compile(rb"\s*<(!doctype|!--|\?xml|html|head|body|error)|Entry not found", re.IGNORECASE)
+"""How an answer of a server begins. A safetensors file may begin with `<` as well: a header of 60 bytes."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def check_file(file: Path, error: type[PortingKitError] = BaseModelError) -> Non
         )
     if size == 0:
         raise error(f"{file.name} is empty", where=file, next_step="download the file again")
-    if start.lstrip()[:1] == b"<" or start.startswith(b"Entry not found"):
+    if WEB_PAGE.match(start):
         raise error(
             f"{file.name} is a web page, not weights",
             found=start[:40].decode("utf-8", "replace"),
@@ -174,6 +177,7 @@ def _read_safetensors_header(file: Path, error: type[PortingKitError]) -> dict[s
                 where=file,
             )
         entries[name], end = entry, max(end, last)
+    _refuse_overlaps(entries, file, error)
     if 8 + length + end != size:
         raise error(
             f"{file.name} is cut short" if 8 + length + end > size else f"{file.name} is longer than its header says",
@@ -183,6 +187,21 @@ def _read_safetensors_header(file: Path, error: type[PortingKitError]) -> dict[s
             next_step="download the file again",
         )
     return entries
+
+
+def _refuse_overlaps(entries: dict[str, TensorEntry], file: Path, error: type[PortingKitError]) -> None:
+    """Two tensors must not share bytes: one of them would be read from the other's values."""
+    previous: TensorEntry | None = None
+    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.num_bytes)):
+        if previous is not None and entry.offset < previous.offset + previous.num_bytes:
+            raise error(
+                f"the header of {file.name} contradicts itself",
+                expected="bytes of its own for every tensor",
+                found=f"{previous.name} and {entry.name} overlap",
+                where=file,
+                next_step="download the file again",
+            )
+        previous = entry if entry.num_bytes else previous
 
 
 class _Storage:

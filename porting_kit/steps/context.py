@@ -22,7 +22,7 @@ OPENING_SECONDS = 30.0
 
 # Which fields of the port a step's result depends on.
 STEP_FIELDS = {
-    "preflight": ("base", "dtype", "heads", "trtllm", "tree", "target", "fit", "kernel"),
+    "preflight": ("base", "base_checkpoint", "dtype", "heads", "trtllm", "tree", "target", "fit", "kernel"),
     "patch": ("base", "heads", "trtllm", "fit"),
     "convert": ("base", "base_checkpoint", "dtype", "heads", "trtllm", "tree", "target", "fit"),
     "build": ("base", "base_checkpoint", "dtype", "heads", "trtllm", "tree", "target", "fit"),

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from porting_kit.architectures.base_config import BaseConfig
-from porting_kit.conversion.base_checkpoint import CheckpointBase, open_base_checkpoint, plan_joining
+from porting_kit.conversion.base_checkpoint import CheckpointBase, plan_joining
 from porting_kit.conversion.config_fields import build_config
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.plan import plan_conversion
 from porting_kit.conversion.planned import ConversionPlan
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
-from porting_kit.errors import CheckpointError
 from porting_kit.kernel_fit.plan import FitPlan
 from porting_kit.medusa.tree import MedusaTree
 from porting_kit.port import Port
 from porting_kit.source_tree import SourceTree
 from porting_kit.steps.fit import plan_port_fit
+from porting_kit.steps.joined_base import open_joined_base
 from porting_kit.steps.preflight import (
     open_port_tree,
     read_port_base,
@@ -83,8 +83,7 @@ def open_conversion(port: Port, *, check_values: bool = False) -> ConversionInpu
     fit = plan_port_fit(port, base, profile)
     joined = None
     if port.base_checkpoint_path is not None:
-        joined, source = open_base_checkpoint(port.base_checkpoint_path)
-        _check_joined(port, base, joined, fit)
+        joined, source = open_joined_base(port, base, fit)
     return ConversionInputs(
         port=port,
         source_tree=source_tree,
@@ -96,33 +95,3 @@ def open_conversion(port: Port, *, check_values: bool = False) -> ConversionInpu
         fit=fit,
         joined=joined,
     )
-
-
-def _check_joined(port: Port, base: BaseConfig, joined: CheckpointBase, fit: FitPlan) -> None:
-    """The base checkpoint must be what the port would have converted."""
-    wanted = (
-        base.architecture,
-        base.hidden_size,
-        base.vocab_size,
-        port.dtype,
-        port.target.tp_size,
-        port.target.pp_size,
-    )
-    found = (joined.architecture, joined.hidden_size, joined.vocab_size, joined.dtype, *joined.ranks)
-    if wanted != found:
-        names = ("architecture", "hidden size", "vocabulary", "dtype", "tp_size", "pp_size")
-        unlike = [name for name, one, two in zip(names, wanted, found, strict=True) if one != two]
-        raise CheckpointError(
-            f"the base checkpoint is of another {' and '.join(unlike)} than the port",
-            expected=", ".join(map(str, wanted)),
-            found=", ".join(map(str, found)),
-            where=joined.where,
-            next_step="correct the port file, or convert the base again",
-        )
-    if fit.steps:
-        raise CheckpointError(
-            "a kernel fit changes the base's attention, so the base must be converted here",
-            expected="fit: off, or no base_checkpoint",
-            found=f"fit: {fit}",
-            where=joined.where,
-        )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from porting_kit.architectures.base_config import BaseConfig, read_base_config
+from porting_kit.conversion.base_checkpoint import plan_joining
 from porting_kit.conversion.config_fields import FieldRow, build_config
 from porting_kit.conversion.heads import HeadSet, read_head_set
 from porting_kit.conversion.plan import ConversionPlan, plan_conversion
@@ -47,8 +48,9 @@ from porting_kit.releases.resources import (
 )
 from porting_kit.releases.shape import AttentionShape, attention_shape
 from porting_kit.source_tree import SourceTree, open_source_tree
-from porting_kit.steps.context import PortRun, finish_step, open_port_run, running_step, use_port_family
+from porting_kit.steps.context import RUNS_FOLDER, PortRun, finish_step, open_port_run, running_step, use_port_family
 from porting_kit.steps.fit import describe_fit, plan_port_fit
+from porting_kit.steps.joined_base import open_joined_base
 from porting_kit.steps.prompts import require_prompts
 
 MAX_DRAFT_LEN = 63
@@ -110,15 +112,19 @@ def preflight_port(run: PortRun) -> PreflightResult:
     from dataclasses import replace
 
     with running_step(run, "preflight") as watch:
-        result = check_port(run.port)
+        result = check_port(run.port, run.folder.root)
         return replace(result, outcome=finish_step(run, result.outcome, watch))
 
 
-def check_port(port: Port) -> PreflightResult:
+def check_port(port: Port, run_folder: Path | None = None) -> PreflightResult:
     """Evaluate every gate of a port; writes nothing.
+
+    Args:
+        run_folder: where the products would go; the port's own under the working directory when None.
 
     Raises:
         PortFileError, SourceTreeError, BaseModelError, HeadsError, TreeError, ConversionError: unusable input.
+        CheckpointError: the port's base checkpoint cannot be used.
     """
     source_tree = open_port_tree(port)
     source = open_tensor_source(port.base_path)
@@ -138,11 +144,13 @@ def check_port(port: Port) -> PreflightResult:
 
     shape = attention_shape(base, port.target, dtype=port.dtype, positions_in_graph=True)
     fit = _plan_fit_if_possible(port, base, profile)
+    if port.base_checkpoint_path is not None:
+        plan = plan_joining(*open_joined_base(port, base, fit), heads)
     fitted = fit.fitted if fit is not None else shape
     gates = (
         *evaluate_gates(shape, profile, fitted=fitted),
         *_port_gates(port, base, heads, tree, profile, shape),
-        *_resource_gates(port, base, heads, tree, plan, fitted),
+        *_resource_gates(port, base, heads, tree, plan, fitted, run_folder or Path(RUNS_FOLDER) / port.name),
     )
     pin = pin_release(fitted)
     return PreflightResult(
@@ -279,7 +287,13 @@ def _port_gates(
 
 
 def _resource_gates(
-    port: Port, base: BaseConfig, heads: HeadSet, tree: MedusaTree, plan: ConversionPlan, fitted: AttentionShape
+    port: Port,
+    base: BaseConfig,
+    heads: HeadSet,
+    tree: MedusaTree,
+    plan: ConversionPlan,
+    fitted: AttentionShape,
+    run_folder: Path,
 ) -> tuple[GateResult, ...]:
     target = port.target
     parameters = count_parameters(piece.shape for planned in plan.tensors for piece in planned.pieces)
@@ -307,7 +321,8 @@ def _resource_gates(
         tp_size=target.tp_size,
         pp_size=target.pp_size,
     )
-    free = shutil.disk_usage(Path.cwd()).free
+    place = next(folder for folder in (run_folder, *run_folder.parents) if folder.exists())
+    free = shutil.disk_usage(place).free
     return (
         memory_gate(estimate, card_bytes=None),
         disk_gate(weight_bytes=parameters * DTYPE_BYTES[port.dtype], free_bytes=free),

@@ -67,6 +67,37 @@ def flatten_a_head(port: PortFolder) -> None:
     save_file(tensors, port.heads_file)
 
 
+def store_heads_as_numbers(port: PortFolder) -> None:
+    save_file({name: tensor.to(torch.int8) for name, tensor in make_heads().items()}, port.heads_file)
+
+
+def store_one_bias_as_switches(port: PortFolder) -> None:
+    save_file({**make_heads(), "1.0.linear.bias": torch.zeros(32, dtype=torch.bool)}, port.heads_file)
+
+
+def let_two_tensors_overlap(port: PortFolder) -> None:
+    """Both have the right size, and one begins inside the other."""
+    data = port.weights_file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    for name in ("transformer.h.0.mlp.dense_h_to_4h.bias", "transformer.h.1.mlp.dense_h_to_4h.bias"):
+        first, last = header[name]["data_offsets"]
+        header[name]["data_offsets"] = [first - 4, last - 4]
+    text = json.dumps(header).encode()
+    port.weights_file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def name_a_base_checkpoint_that_is_none(port: PortFolder) -> None:
+    port.edit_port(base_checkpoint="base")
+
+
+def name_a_base_checkpoint_of_other_ranks(port: PortFolder) -> None:
+    from porting_kit.conversion import convert_checkpoint
+
+    convert_checkpoint(port.base, port.root / "upstream", dtype="float32", tp_size=2)
+    port.edit_port(base_checkpoint="upstream", dtype="float32")
+
+
 def leave_a_pointer(port: PortFolder) -> None:
     port.weights_file.write_text(POINTER)
 
@@ -139,6 +170,11 @@ FAULTS: dict[Callable[[PortFolder], None], str] = {
     nest_the_config: "config.json",
     number_a_head_high: "without gaps",
     flatten_a_head: "no matrices",
+    store_heads_as_numbers: "int8",
+    store_one_bias_as_switches: "bool",
+    let_two_tensors_overlap: "overlap",
+    name_a_base_checkpoint_that_is_none: "base checkpoint",
+    name_a_base_checkpoint_of_other_ranks: "another tp_size",
     leave_a_pointer: "pointer",
     cut_the_weights: "model.safetensors",
     name_a_missing_shard: "model-00002-of-00002",
@@ -199,6 +235,42 @@ def test_an_incomplete_checkpoint_is_not_compared(port: PortFolder, tmp_path):
     code, document, _ = call("compare", checkpoint, checkpoint)
     assert code == 2
     assert "rank0.safetensors" in document["error"]["expected"]
+
+
+def test_checkpoints_without_tensors_are_not_compared(port: PortFolder, tmp_path):
+    """Nothing equals nothing: that must not pass for two checkpoints that are the same."""
+    assert call("convert", port.file, "--out", tmp_path / "run")[0] == 0
+    checkpoint = tmp_path / "run" / "checkpoint"
+    save_file({}, checkpoint / "rank0.safetensors")
+    code, document, _ = call("compare", checkpoint, checkpoint)
+    assert code == 2
+    assert "holds no tensors" in document["error"]["subject"]
+
+
+def test_the_disk_that_is_judged_is_that_of_the_run_folder(port: PortFolder, tmp_path, monkeypatch):
+    """The working directory may lie on another disk; a run folder that is not there yet is judged by its parent."""
+    import shutil
+    from collections import namedtuple
+
+    asked, usage = [], namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(Path(path)) or usage(10, 10, 0))
+    code, document, _ = call("preflight", port.file, "--out", tmp_path / "run")
+    assert (code, document["failing_gate"]) == (1, "disk")
+    assert asked == [tmp_path / "run"]
+    monkeypatch.chdir(tmp_path)
+    call("preflight", port.file)
+    assert asked[1:] == [Path()]
+    (tmp_path / "runs").mkdir()
+    call("preflight", port.file)
+    assert asked[2:] == [Path("runs")]
+
+
+def test_preflight_of_a_port_with_a_base_checkpoint_passes_for_a_right_one(port: PortFolder):
+    from porting_kit.conversion import convert_checkpoint
+
+    convert_checkpoint(port.base, port.root / "upstream", dtype="float32")
+    port.edit_port(base_checkpoint="upstream", dtype="float32")
+    assert call("preflight", port.file)[0] == 0
 
 
 def test_a_head_count_that_lies_is_said_and_the_tensors_win(port: PortFolder, tmp_path):

@@ -58,7 +58,11 @@ def test_heads_of_another_base_are_refused(tmp_path: Path) -> None:
         (lambda config: config.update(quantization={"quant_algo": "W4A16"}), "only join a base checkpoint in floating"),
         (lambda config: config.update(vocab_size=35), "output matrix does not fit"),
         (lambda config: config.pop("hidden_size"), "config.json cannot be used"),
-        (lambda config: config["mapping"].update(tp_size=2), "a weight file is missing"),
+        (lambda config: config["mapping"].update(tp_size=2, world_size=2), "a weight file is missing"),
+        (lambda config: config["mapping"].update(tp_size=2), "mapping contradicts itself"),
+        (lambda config: config["mapping"].update(tp_size=-1, pp_size=-1), "mapping contradicts itself"),
+        (lambda config: config["mapping"].update(tp_size="two"), "config.json cannot be used"),
+        (lambda config: config.update(quantization="FP8"), "config.json cannot be used"),
     ],
 )
 def test_an_unusable_base_checkpoint_is_refused(change, message: str, tmp_path: Path) -> None:

@@ -115,6 +115,38 @@ def test_a_web_page_in_place_of_weights_is_named(tmp_path: Path) -> None:
     assert "is a web page, not weights" in refused(tmp_path)
 
 
+def test_a_header_of_60_bytes_is_no_web_page(tmp_path: Path) -> None:
+    """Its length is written as the byte `<`, and so might be the one behind a blank."""
+    for length in (60, 0x3C20):
+        record = {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+        header = json.dumps(record, separators=(",", ":")).encode()
+        header += b" " * (length - len(header))
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+        assert file.read_bytes().lstrip()[:1] == b"<"
+        assert open_tensor_source(tmp_path).shape("x") == (1,)
+
+
+@pytest.mark.parametrize(
+    "text", ["\n <html>", "<?xml version='1.0'?>", "<Error><Code>AccessDenied</Code>", "Entry not found"]
+)
+def test_other_answers_of_servers_are_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text(text)
+    assert "is a web page, not weights" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("offsets", [([0, 8], [4, 12]), ([0, 8], [0, 8]), ([4, 12], [0, 8])])
+def test_tensors_that_share_bytes_are_refused(offsets, tmp_path: Path) -> None:
+    header = {
+        name: {"dtype": "F32", "shape": [2], "data_offsets": place} for name, place in zip("ab", offsets, strict=True)
+    }
+    header["empty"] = {"dtype": "F32", "shape": [0], "data_offsets": [4, 4]}
+    text = json.dumps(header).encode()
+    size = max(max(place) for place in offsets)
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * size)
+    assert "overlap" in refused(tmp_path)
+
+
 def test_an_empty_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     assert "model.safetensors is empty" in refused(tmp_path)
