@@ -106,7 +106,10 @@ def softplus(input: Tensor, beta: float, threshold: float) -> Tensor:
 
 
 def clip(input: Tensor, alpha: Any, beta: Any) -> Tensor:
-    return Tensor(input.data.clamp(float(np.asarray(alpha).item()), float(np.asarray(beta).item())))
+    low, high = (float(np.asarray(limit).item()) for limit in (alpha, beta))
+    # gegelu's lower limit is -1e20, which float16 does not hold
+    wide = input.data.float() if input.data.dtype is torch.float16 else input.data
+    return Tensor(wide.clamp(low, high).to(input.data.dtype))
 
 
 def matmul(
