@@ -149,10 +149,16 @@ def _whole_parts(
         is_mlp = part.endswith(".mlp")
         if owner is None or (is_mlp and (f"{part.removesuffix('.mlp')}{_MLP_LAST}" in paired)):
             continue
-        if is_mlp and owner[-1].isdigit():  # the layer itself, or one expert: no module is the MLP
-            continue
+        if is_mlp and (owner[-1].isdigit() or _serves_others(owner, part, owners)):
+            continue  # the layer itself, one expert, or a module that the port splits: none is the MLP alone
         if is_mlp or owner[-1].isdigit():
             yield ModulePair(part if is_mlp else f"{part}.residual", (owner,))
+
+
+def _serves_others(owner: str, part: str, owners: Sequence[tuple[PlannedTarget, tuple[str | None, ...]]]) -> bool:
+    """Whether parts of a base's module go elsewhere too: a shared expert beside the routed ones."""
+    others = (sources for planned, sources in owners if not planned.target.startswith(f"{part}."))
+    return any(source and source.startswith(f"{owner}.") for sources in others for source in sources)
 
 
 def _layer_of(target: str) -> str:

@@ -127,6 +127,9 @@ def _hooks(
 
 def _output_hook(seen: dict[str, torch.Tensor | None], key: str) -> Any:
     def hook(module: Any, inputs: Any, output: Any) -> None:
+        if isinstance(module, torch.nn.Embedding) and inputs:
+            # The rows of the table: a subclass may scale them, which the port does elsewhere or in the weights.
+            output = torch.nn.functional.embedding(inputs[0], module.weight)
         seen[key] = _rows(output[0] if isinstance(output, tuple) else output)
 
     return hook

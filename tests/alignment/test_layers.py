@@ -142,3 +142,14 @@ def test_keys_come_before_what_the_attention_makes_of_them(port_of):
 )
 def test_a_difference_is_put_down_to_no_more_than_was_compared(module, attention_compared, words):
     assert words in explain_part(module, attention_compared=attention_compared)
+
+
+def test_a_scaled_embedding_is_compared_by_its_rows(port_of, monkeypatch):
+    """Gemma's embedding module multiplies what it looks up; the library multiplies behind the table, or in it."""
+    port = port_of("llama")
+    table = port.reference.model.model.embed_tokens
+    before = compare(port)[1].errors[0]
+    monkeypatch.setattr(type(table), "forward", lambda self, ids: torch.nn.functional.embedding(ids, self.weight) * 8)
+    _, report = compare(port)
+    assert report.errors[0] == before
+    assert report.first.module != "transformer.vocab_embedding"

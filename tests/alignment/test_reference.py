@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+import transformers
 
 from porting_kit.alignment.activations import check_activations, measure_activations
-from porting_kit.alignment.reference import choose_attention, load_reference, resolve_dtype
+from porting_kit.alignment.reference import choose_attention, load_reference, reference_from_model, resolve_dtype
 from porting_kit.alignment.rounding import computing_as
 from porting_kit.errors import BaseModelError
 from tests.alignment.tiny_ports import make_base, make_prompts
@@ -187,3 +188,18 @@ def test_a_house_name_as_model_type_is_loaded_by_its_class(tmp_path):
     file.write_text(json.dumps({**config, "model_type": "mycorp_chat", "architectures": ["MyCorpLM"]}))
     with pytest.raises(BaseModelError):
         load_reference(tmp_path)
+
+
+def test_experts_are_computed_in_every_dtype_that_noise_is_measured_in():
+    """transformers' grouped product of experts refuses float64."""
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    reference = reference_from_model(transformers.MixtralForCausalLM(config))
+    (oracle,) = reference.logits([[5, 6, 7, 8]])
+    with computing_as(reference, torch.float64):
+        (exact,) = reference.logits([[5, 6, 7, 8]])
+    assert exact.dtype is torch.float64
+    assert 0 < (exact - oracle).abs().max() < 1e-4
