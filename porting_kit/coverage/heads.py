@@ -39,7 +39,7 @@ class ReferenceBeforeProjection(Reference):
         try:
             with torch.inference_mode():
                 for text in texts:
-                    self._run(text)
+                    self.run(text)
         finally:
             handle.remove()
         return seen
