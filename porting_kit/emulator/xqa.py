@@ -132,15 +132,22 @@ class XqaKernel:
         pasts: torch.Tensor,
         tree: torch.Tensor,
         scale: float,
+        *,
+        cache_scale: float | None = None,
     ) -> XqaCall:
         """Everything of a call but the launch; arguments as for the call itself.
+
+        Args:
+            cache_scale: keys and values are stored in fp8 (e4m3), divided by this; None keeps their own type.
 
         Raises:
             KernelRefusal: a type or head size that the kernel does not have.
         """
         B, N, H, D = query.shape
         refuse_geometry(query.dtype, D)
-        pool, table = self._store_blocks(torch.stack((keys, values)).to(self.device))
+        rows = torch.stack((keys, values)).to(self.device)
+        stored = rows if cache_scale is None else (rows / cache_scale).to(torch.float8_e4m3fn)
+        pool, table = self._store_blocks(stored)
         output = torch.full((B, 1, N, H, D), math.nan, dtype=query.dtype, device=self.device)
         nodes = query.to(self.device).contiguous().unsqueeze(1)
         # Without several nodes the kernel is another one, with neither tree nor node dimension.
@@ -158,6 +165,8 @@ class XqaKernel:
         )
         # The kernel divides by the square root of the head size itself.
         named = {"q_scale": scale * math.sqrt(D), "kv_layout": "HND"}
+        if cache_scale is not None:
+            named["kv_scale"] = cache_scale
         if is_tree:
             named |= {"q_seq_len": N, "mask": pack_mask(tree.to(self.device))}
         return XqaCall(output, partial(self.function, *positional, **named))
@@ -175,12 +184,16 @@ class XqaKernel:
         _, B, K, length, D = rows.shape
         size = self.tokens_per_block
         per_request = -(-length // size)
-        padded = rows.new_full((2, B, K, per_request * size, D), STALE_VALUE)
-        padded[:, :, :, :length] = rows
+        # Eight-bit types are moved as bytes: PyTorch has few operations on them.
+        raw = rows.view(torch.uint8) if rows.element_size() == 1 else rows
+        stale = torch.full((1,), STALE_VALUE).to(rows.dtype).view(raw.dtype)
+        padded = stale.to(self.device).expand(2, B, K, per_request * size, D).clone()
+        padded[:, :, :, :length] = raw
         blocks = padded.view(2, B, K, per_request, size, D).transpose(2, 3).reshape(2, B * per_request, K, size, D)
         order = torch.randperm(B * per_request, generator=torch.Generator().manual_seed(0)).to(self.device)
         pool = torch.empty_like(blocks)
         pool[:, order] = blocks
+        pool = pool.view(rows.dtype)
         return (pool[0], pool[1]), order.view(B, per_request).to(torch.int32)
 
 

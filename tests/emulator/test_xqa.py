@@ -17,7 +17,13 @@ from porting_kit.emulator.xqa import KernelBuild, XqaKernel, open_xqa_kernel, pa
 from porting_kit.errors import EnvironmentMissing, KernelRefusal
 from porting_kit.medusa.tree import read_tree
 from porting_kit.releases.kernels import kernel_profile
-from tests.benchmarks.xqa import errors, measure_geometry, reference_attention, tree_tensors, visible_rows
+from tests.emulator.kernel_accuracy import (
+    errors,
+    measure_geometry,
+    reference_attention,
+    tree_tensors,
+    visible_rows,
+)
 from tests.emulator.patched import patch_model
 from tests.emulator.toy_models import ToySize, build_case
 
@@ -39,8 +45,10 @@ def stand_in(q, k_cache, v_cache, table, lengths, output, scratch, counters, kv_
         length = int(lengths.view(torch.int32)[b, 0])
         places = [(int(table[b, row // size]), row % size) for row in range(length)]
         blocks, slots = (torch.tensor(part) for part in zip(*places, strict=True))
+        scale = options.get("kv_scale", 1.0)
         keys, values = (
-            cache[blocks, :, slots].double().repeat_interleave(H // kv_heads, 1) for cache in (k_cache, v_cache)
+            scale * cache.float()[blocks, :, slots].double().repeat_interleave(H // kv_heads, 1)
+            for cache in (k_cache, v_cache)
         )
         seen = torch.ones(N, length, dtype=torch.bool)
         for node in range(N if N > 1 else 0):
@@ -76,6 +84,19 @@ def test_blocks_mask_and_lengths_say_what_the_emulator_means(nodes, group):
     causal = visible_rows(torch.ones_like(tree).tril(), pasts, keys.shape[2])
     ignoring = reference_attention(query.double() * 0.3 * 4, keys.double(), values.double(), causal, None)
     assert len(tree[0]) == 2 or errors(found, ignoring)["relative_error"] > 0.03
+
+
+def test_a_cache_of_eight_bits_is_stored_and_scaled():
+    query, keys, values, pasts, tree = make_inputs()
+    allowed = visible_rows(tree, pasts, keys.shape[2])
+    for stored, scale in ((2.0**-4, 2.0**-4), (2.0**-4, 2.0**-5)):
+        call = make_kernel().prepare(query, keys, values, pasts, tree, 0.25, cache_scale=stored)
+        call.launch.keywords["kv_scale"] = scale
+        call.launch()
+        rounded = [(part / stored).to(torch.float8_e4m3fn).double() * stored for part in (keys, values)]
+        wanted = reference_attention(query.double(), *rounded, allowed, None)
+        gap = errors(call.output[:, 0], wanted)["relative_error"]
+        assert gap < 1e-3 if stored == scale else gap > 0.1
 
 
 @pytest.mark.parametrize("fault", ["mask", "table", "length", "scale"])
