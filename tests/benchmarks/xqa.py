@@ -168,9 +168,7 @@ def align_ports(folder: Path) -> list[dict[str, Any]]:
         result = align_port(run)
         document = result.document()
         keys = ("verdict", "tokens_equal", "near_ties", "wrong_tokens", "tree_error", "tokens_per_step", "covered")
-        steps = (
-            json.loads((run.folder / "checkpoint" / "config.json").read_text()).get("kernel_fit", {}).get("steps", [])
-        )
+        steps = json.loads((run.folder.checkpoint / "config.json").read_text()).get("kernel_fit", {}).get("steps", [])
         fit = [f"{step['name']} {step['keep']}" if "keep" in step else step["name"] for step in steps]
         row = {"port": name, "fit": ", ".join(fit), **{key: document.get(key) for key in keys}}
         rows.append({**row, "summary": result.outcome.summary})
