@@ -172,6 +172,11 @@ def attend_generation(
     layer = step.cache.layer(setting.layer, K, setting.head_size, qkv.dtype)
     slots = list(step.generation_slots)
     step.store_generation(layer, padded[:, :, H:], values)
+    if step.kernels is not None:
+        mask = find_generation_bias(step, setting, tree, positions, end, qkv.dtype)
+        query = padded[:, :, :H].transpose(1, 2)
+        output = step.kernels.attend_rows(query, layer, mask, end, setting.scale, setting.softcap)
+        return pack_requests(step, output, lengths)
     cached = layer[slots[0] : slots[0] + len(slots)] if is_run(slots) else layer[slots]
     keys, values = cached[:, 0, :, :end], cached[:, 1, :, :end]
     real_kernel = getattr(step.kernel, "attend_tree", None) if step.is_speculative else None

@@ -42,6 +42,8 @@ class AttentionStep:
     layers_counted: int = 0
     # Whether the step is being recorded for other pasts: nothing may be read back or depend on these ones.
     is_recorded: bool = False
+    # Module `gpu_operations`, when its kernels write and read the cache; only a step that is written down has it.
+    kernels: Any = None
 
     @property
     def context_tokens(self) -> int:

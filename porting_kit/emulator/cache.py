@@ -41,6 +41,8 @@ class KVCache:
         self.context_lengths = torch.zeros(batch_size, dtype=torch.int64)
         self.iterations = torch.zeros(batch_size, dtype=torch.int64)
         self._layers: dict[int, torch.Tensor] = {}
+        # All layers as one tensor [layers, B, 2, K, capacity, D], once they were joined.
+        self.joined: torch.Tensor | None = None
         # Rows of the last decode that have not been kept yet.
         self.pending_rows = 0
         # Decode steps recorded over these tensors (see replay.py).
@@ -68,6 +70,13 @@ class KVCache:
     def hold(self, layers: dict[int, torch.Tensor]) -> None:
         """Use these tensors as the layers."""
         self._layers = layers
+
+    def join(self) -> None:
+        """Let layers of one shape be parts of one tensor, so that rows of all of them can be moved at once."""
+        layers = self.layers
+        if self.joined is None and layers and len({layer.shape for layer in layers}) == 1:
+            self.joined = torch.stack(layers)
+            self._layers = dict(zip(self.layer_indices, self.joined, strict=True))
 
     def window(self, layer: int) -> int | None:
         """Tokens a query of this layer may see, itself included; None for all."""

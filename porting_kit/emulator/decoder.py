@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from porting_kit.emulator import gpu_operations
 from porting_kit.emulator.cache import KVCache
-from porting_kit.emulator.program import HeadProgram, StepProgram
+from porting_kit.emulator.program import HeadProgram, StepProgram, write_program
 from porting_kit.emulator.replay import BUCKET_TOKENS
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Decoder:
         """
         if self._is_checked:
             return
+        self.cache.join()
         cache, model = self.cache, self._model
         expected = model.decode(ids.cpu(), cache, position_offsets=self._offsets, packed_mask=self._words)
         cache.rewind(cache.lengths)
@@ -116,11 +118,28 @@ class Decoder:
             rows: int64 [B, A], on the model's device.
             pasts: int64 [B, 1].
         """
+        if (
+            self._compiles
+            and self.cache.joined is not None
+            and gpu_operations.has_kernels(rows.device, self._model.dtype)
+        ):
+            gpu_operations.move_rows(self.cache.joined, rows, pasts)
+            return
         slots = torch.arange(rows.shape[1], device=rows.device)
         source = pasts + torch.where(rows < 0, slots, rows)
         requests = torch.arange(len(rows), device=rows.device).unsqueeze(1)
+        if self.cache.joined is not None:
+            joined = self.cache.joined
+            joined[:, requests, :, :, pasts + slots] = joined[:, requests, :, :, source]
+            return
         for layer in self.cache.layers:
             layer[requests, :, :, pasts + slots] = layer[requests, :, :, source]
+
+    def write_down(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        """A function of tensors with its small operations fused, where this decoder compiles; else as it is."""
+        if not self._compiles or self._model.device.type != "cuda":
+            return function
+        return write_program(function, inputs, compiles=True)
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """A function of tensors that stay where they are, as a CUDA graph; on a CPU the function itself."""
@@ -142,8 +161,7 @@ class Decoders:
 
     Attributes:
         is_enabled: False runs every step eagerly; may be changed at any time.
-        compiles: new decoders hand their programs to torch.compile, which fuses small operations on a GPU; it takes a
-            minute for a model of thirty layers.
+        compiles: new decoders use kernels of few rows and fused runs on a GPU; compiling takes half a minute at first.
         keep: how many decoders are kept, those used last.
     """
 

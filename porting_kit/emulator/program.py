@@ -4,7 +4,8 @@ Upstream's Python defines a network, so one run of it under torch.fx gives all t
 ids, pasts and the cache's tensors, so that it serves every request whose past ends within `end` rows; what depends on
 nothing of these is computed once. The heads are a list of their own, because a step needs them at one node and not at
 all of them. On a CPU, products of a few rows use weights that oneDNN has laid out before, while they fit a budget: its
-kernels, and MKL's, spend more time on that layout than on two to sixteen rows of products.
+kernels, and MKL's, spend more time on that layout than on two to sixteen rows of products. A compiled program on a GPU
+takes products, attention and the cache's rows through kernels of its own, and everything between them in fused runs.
 
 Nothing is checked here: an eager step has to have run before, and the caller compares the two.
 """
@@ -16,20 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from porting_kit.emulator import gpu_operations, program_passes
 from porting_kit.emulator.cache import KVCache
+from porting_kit.emulator.fused_chains import fuse_chains
 from porting_kit.emulator.replay import RecordedStep
 from porting_kit.emulator.tensor_type import Tensor
 
 if TYPE_CHECKING:
     from porting_kit.emulator.model import EmulatedModel
-
-PACKED_ROWS = range(2, 33)
-"""Rows of a product for which a laid-out weight is faster (measured on AVX2: 1.0 to 1.7 times)."""
-
-PACKED_BYTES = 2 << 30
-"""Laid-out copies of weights a program may hold."""
-
-_aten = torch.ops.aten
 
 
 class StepProgram:
@@ -42,7 +37,7 @@ class StepProgram:
         end: cache rows that every request attends to behind its mask.
         position_offsets: int32 [N]; None without a tree.
         packed_mask: int32 [N, W]; None without a tree.
-        compiles: hand the operations to torch.compile.
+        compiles: use kernels of few rows and fused runs.
 
     Raises:
         RuntimeError: the step reads a value back, so that it cannot be written down.
@@ -77,6 +72,7 @@ class StepProgram:
                 is_speculative=words is not None,
                 past_buffer=pasts,
                 end=end,
+                kernels=gpu_operations if compiles and gpu_operations.has_kernels(device, model.dtype) else None,
             )
             positions = (pasts if offsets is None else pasts + offsets).flatten()
             spec = model.inputs.build_tree(offsets, words, [nodes] * B, device)
@@ -123,110 +119,19 @@ def write_program(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad():
-        module = make_fx(function, pre_dispatch=False)(*inputs)
-    fold_constants(module)
-    share_products(module)
+        module = make_fx(lambda *given: function(*given), pre_dispatch=False)(*inputs)
+    program_passes.fold_constants(module)
+    program_passes.remove_dead(module)  # the heads at every node, which nothing reads, must not join the base's product
+    program_passes.share_results(module)
+    program_passes.share_products(module)
     if inputs[0].device.type == "cpu":
-        pack_weights(module)
-    remove_dead(module)
+        program_passes.pack_weights(module)
+    elif compiles:
+        program_passes.take_biases(module)
+        program_passes.place_products(module)
+        program_passes.place_searches(module)
+    program_passes.take_plain_results(module)
+    program_passes.remove_dead(module)
     module.graph.lint()
     module.recompile()
-    return torch.compile(module, fullgraph=True, dynamic=False) if compiles else module
-
-
-def is_in_place(node: torch.fx.Node) -> bool:
-    """Whether an operation changes what it is given."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
-def fold_constants(module: torch.fx.GraphModule) -> None:
-    """Compute once what depends on no input, views of weights included."""
-    values: dict[torch.fx.Node, Any] = {}
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            values[node] = getattr(module, node.target)
-        elif node.op == "call_function" and not is_in_place(node) and all(n in values for n in node.all_input_nodes):
-            arguments = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*arguments[0], **arguments[1])
-    for number, (node, value) in enumerate(values.items()):
-        if node.op == "get_attr" or not isinstance(value, torch.Tensor):
-            continue
-        if all(user in values and isinstance(values[user], torch.Tensor) for user in node.users):
-            continue
-        name = f"folded_{number}"
-        module.register_buffer(name, value, persistent=False)
-        with module.graph.inserting_before(node):
-            node.replace_all_uses_with(module.graph.get_attr(name))
-
-
-def share_products(module: torch.fx.GraphModule) -> None:
-    """Products of one weight with several single inputs become one product: heads that share the base's matrix."""
-    by_weight: dict[Any, list[torch.fx.Node]] = {}
-    for node in module.graph.nodes:
-        if node.target is _aten.mm.default and node.args[1].op == "get_attr":
-            weight = getattr(module, node.args[1].target)
-            key = (weight.data_ptr(), tuple(weight.shape), tuple(weight.stride()))
-            by_weight.setdefault(key, []).append(node)
-    order = {node: place for place, node in enumerate(module.graph.nodes)}
-    for nodes in by_weight.values():
-        last_input = max(nodes, key=lambda node: order[node.args[0]]).args[0]
-        first_user = min(order[user] for node in nodes for user in node.users)
-        if len(nodes) < 2 or order[last_input] > first_user:
-            continue
-        with module.graph.inserting_after(last_input):
-            rows = module.graph.call_function(_aten.cat.default, ([node.args[0] for node in nodes],))
-        weight = nodes[0].args[1]
-        with module.graph.inserting_after(rows):
-            held = module.graph.get_attr(weight.target)
-        with module.graph.inserting_after(held):
-            product = module.graph.call_function(_aten.mm.default, (rows, held))
-        previous, start = product, 0
-        for node in nodes:
-            count = node.meta["val"].shape[0]
-            with module.graph.inserting_after(previous):
-                part = module.graph.call_function(_aten.slice.Tensor, (product, 0, start, start + count))
-            part.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(part)
-            previous, start = part, start + count
-        product.meta["val"] = torch.empty(start, nodes[0].meta["val"].shape[1], device="meta")
-
-
-def pack_weights(module: torch.fx.GraphModule) -> None:
-    """Give products of few float32 rows a weight that oneDNN has laid out for them."""
-    operations = torch.ops.mkldnn
-    if not torch.backends.mkldnn.is_available() or not hasattr(operations, "_linear_pointwise"):
-        return
-    left = PACKED_BYTES
-    for number, node in enumerate(list(module.graph.nodes)):
-        if node.target not in (_aten.mm.default, _aten.addmm.default) or "val" not in node.meta:
-            continue
-        bias, rows, held = (None, *node.args) if node.target is _aten.mm.default else node.args
-        count = node.meta["val"].shape[0]
-        weight = getattr(module, held.target) if held.op == "get_attr" else None
-        if weight is None or weight.dtype is not torch.float32 or not weight.T.is_contiguous():
-            continue
-        size = weight.numel() * weight.element_size()
-        if count not in PACKED_ROWS or size > left:
-            continue
-        left -= size
-        name = f"packed_{number}"
-        module.register_buffer(name, operations._reorder_linear_weight(weight.T, count), persistent=False)
-        with module.graph.inserting_before(node):
-            packed = module.graph.get_attr(name)
-            product = module.graph.call_function(
-                operations._linear_pointwise.default, (rows, packed, bias, "none", [], "")
-            )
-        node.replace_all_uses_with(product)
-
-
-def remove_dead(module: torch.fx.GraphModule) -> None:
-    """Drop what no output and no in-place operation needs."""
-    for node in reversed(list(module.graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users and not is_in_place(node):
-            module.graph.erase_node(node)
-    used = {node.target for node in module.graph.nodes if node.op == "get_attr"}
-    for name in [name for name in vars(module)["_buffers"] if name not in used]:
-        delattr(module, name)
-    for name in [name for name in vars(module) if name.startswith("_tensor_constant") and name not in used]:
-        delattr(module, name)
+    return fuse_chains(module) if compiles else module

@@ -53,6 +53,9 @@ class RecordedStep(AttentionStep):
         return self.past_buffer
 
     def store_generation(self, layer: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self.kernels is not None:
+            self.kernels.store_rows(layer, self.past_buffer, keys, values)
+            return
         B, N = keys.shape[:2]
         requests = torch.arange(B, device=keys.device).unsqueeze(1)
         rows = self.past_buffer + torch.arange(N, device=keys.device)

@@ -121,8 +121,7 @@ def draft_tokens(medusa_logits: torch.Tensor, tree: MedusaTree, vocab_size: int)
         )
     if max(tree.top_k_per_level) > vocab_size:
         raise TreeError("The tree asks a head for more candidates than the vocabulary has tokens", found=vocab_size)
-    candidates = [
-        medusa_logits[head, :, :vocab_size].topk(top_k, dim=-1).indices
-        for head, top_k in enumerate(tree.top_k_per_level)
-    ]
+    # One search for all heads: each takes as many candidates as the head that needs most.
+    best = medusa_logits[: tree.depth, :, :vocab_size].topk(max(tree.top_k_per_level), dim=-1).indices
+    candidates = [best[head, :, :top_k] for head, top_k in enumerate(tree.top_k_per_level)]
     return torch.cat(candidates, dim=-1)[:, tree.tree_ids[1:].to(medusa_logits.device) - 1]

@@ -33,6 +33,7 @@ class Decoder(Protocol):
     def heads(self, hidden: torch.Tensor) -> torch.Tensor: ...
     def keep(self, rows: torch.Tensor, pasts: torch.Tensor) -> None: ...
     def capture(self, function: Callable[[], None]) -> Callable[[], None]: ...
+    def write_down(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callable[..., Any]: ...
 
 
 class PlacedTree:
@@ -69,8 +70,10 @@ class FusedLoop:
         self.step_number = zeros(1)
         # [running requests, longest past]: all that the host reads in a step.
         self.progress = zeros(2)
-        self.log_rows, self.log_tokens = zeros(steps, B, A), zeros(steps, B, A)
-        self.log_lengths, self.log_counts = zeros(steps, B), zeros(steps, B)
+        # Rows and tokens of the accepted nodes, their count, and how many of them are emitted.
+        self.logged = zeros(steps, B, 2 * A + 2)
+        self._judge: Callable[..., Any] | None = None
+        self._draft: Callable[..., Any] | None = None
         self._captured: dict[int, Callable[[], None]] = {}
 
     def start(self, first: torch.Tensor, drafts: torch.Tensor | None, limit: int, end_ids: Sequence[int]) -> None:
@@ -111,38 +114,64 @@ class FusedLoop:
         return captured
 
     def _step(self, end: int) -> None:
-        tree, decoder = self._tree, self._decoder
+        decoder = self._decoder
         logits, hidden = decoder.step(self.nodes, self.pasts, end)
-        accepted = accept_greedy(self.nodes, top_tokens(logits, self._vocab_size), tree)
-        left = (self.wanted - self.emitted).clamp(min=1)
-        counts, ended = cut_at_end(accepted.tokens, accepted.lengths, self.end_ids, left)
-        counts = counts * self.running
-        for log, value in (
-            (self.log_rows, accepted.rows),
-            (self.log_tokens, accepted.tokens),
-            (self.log_lengths, accepted.lengths),
-            (self.log_counts, counts),
-        ):
-            log.index_copy_(0, self.step_number, value.unsqueeze(0))
-        if tree.num_drafts:
-            decoder.keep(accepted.rows.masked_fill(~self.running.unsqueeze(1), PADDING), self.pasts)
-        self.pasts += (accepted.lengths * self.running).unsqueeze(1)
-        self.emitted += counts
-        self.running &= ~ended
+        state = (self.nodes, self.pasts, self.emitted, self.running, self.wanted, self.end_ids)
+        if self._judge is None:
+            self._judge = decoder.write_down(self.judge, (logits, hidden, *state))
+        kept, last, entry, progress, *after = self._judge(logits, hidden, *state)
+        self.logged.index_copy_(0, self.step_number, entry.unsqueeze(0))
         self.step_number += 1
-        nodes = [accepted.last_tokens.unsqueeze(1)]
-        if tree.num_drafts:
-            requests = torch.arange(len(hidden), device=hidden.device)
-            nodes.append(draft_tokens(decoder.heads(hidden[requests, accepted.last_rows]), tree, self._vocab_size))
-        self.nodes.copy_(torch.cat(nodes, dim=1))
-        self.progress.copy_(torch.stack([self.running.sum(), self.pasts.max()]))
+        if self._tree.num_drafts:
+            decoder.keep(kept, self.pasts)
+            guesses = decoder.heads(last)
+            if self._draft is None:
+                self._draft = decoder.write_down(self.draft, (guesses, after[0]))
+            after[0] = self._draft(guesses, after[0])
+        for tensor, value in zip((self.nodes, self.pasts, self.emitted, self.running), after, strict=True):
+            tensor.copy_(value)
+        self.progress.copy_(progress)
+
+    def judge(
+        self,
+        logits: torch.Tensor,
+        hidden: torch.Tensor,
+        nodes: torch.Tensor,
+        pasts: torch.Tensor,
+        emitted: torch.Tensor,
+        running: torch.Tensor,
+        wanted: torch.Tensor,
+        end_ids: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """What a step confirms and where it leaves the requests; changes nothing.
+
+        Returns:
+            Rows to keep [B, A], hidden states at the last accepted nodes [B, E], the log's entry, the progress, and
+            then, as after the step: roots [B, 1], pasts, emitted, running.
+        """
+        accepted = accept_greedy(nodes, top_tokens(logits, self._vocab_size), self._tree)
+        counts, ended = cut_at_end(accepted.tokens, accepted.lengths, end_ids, (wanted - emitted).clamp(min=1))
+        counts = counts * running
+        numbers = torch.stack((accepted.lengths, counts), dim=1)
+        entry = torch.cat((accepted.rows, accepted.tokens, numbers), dim=1)
+        kept = accepted.rows.masked_fill(~running.unsqueeze(1), PADDING)
+        pasts = pasts + (accepted.lengths * running).unsqueeze(1)
+        running = running & ~ended
+        last = hidden[torch.arange(len(hidden), device=hidden.device), accepted.last_rows]
+        progress = torch.stack([running.sum(), pasts.max()])
+        return kept, last, entry, progress, accepted.last_tokens.unsqueeze(1), pasts, emitted + counts, running
+
+    def draft(self, guesses: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
+        """The nodes of the next step [B, N] from the heads' logits [M, B, Vp] and the roots [B, 1]."""
+        return torch.cat((roots, draft_tokens(guesses, self._tree, self._vocab_size)), dim=1)
 
     def log(self, log: StepLog) -> None:
         """Hand over the steps that were taken."""
-        steps, requests = int(self.step_number), torch.arange(len(self.running))
-        logged = (self.log_rows, self.log_tokens, self.log_lengths, self.log_counts)
-        for rows, tokens, lengths, counts in zip(*(tensor[:steps].cpu() for tensor in logged), strict=True):
-            log.add(requests, Acceptance(rows=rows, tokens=tokens, lengths=lengths), counts, rows)
+        requests, width = torch.arange(len(self.running)), self._tree.depth + 1
+        for entry in self.logged[: int(self.step_number)].cpu():
+            rows, tokens, lengths, counts = entry.split((width, width, 1, 1), dim=1)
+            accepted = Acceptance(rows=rows, tokens=tokens, lengths=lengths[:, 0])
+            log.add(requests, accepted, counts[:, 0], rows)
 
 
 @torch.inference_mode()

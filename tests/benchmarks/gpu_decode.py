@@ -28,7 +28,7 @@ import torch
 from porting_kit.alignment.reference import Reference, load_reference, reference_from_model
 from porting_kit.conversion.convert import checkpoint_tensors
 from porting_kit.conversion.heads import read_head_set
-from porting_kit.emulator import open_emulator
+from porting_kit.emulator import gpu_operations, open_emulator
 from porting_kit.medusa.decoding import generate_greedy, generate_medusa
 from porting_kit.medusa.head_ranks import measure_accuracy, measure_ranks, replay_tree
 from porting_kit.medusa.heads import load_heads
@@ -49,6 +49,7 @@ SHAPES = {
               | {"position_embedding_type": "rope_gpt_neox", "rotary_base": 1e6, "qwen_type": "qwen2"}),
 }  # fmt: skip
 CONTEXT_TOKENS = 128
+PROFILES: list[bool] = []
 
 
 def measure_bandwidth() -> float:
@@ -132,6 +133,9 @@ def measure_speed(
     step_ms = time_calls(sides, rounds)
     kept = [key for key in model.decoders._kept]
     device_ms = time_steps(model)
+    if PROFILES:
+        print(json.dumps(profile_steps(model), indent=1), file=sys.stderr, flush=True)
+        print(json.dumps([[*map(str, item)] for item in gpu_operations._plans.items()], indent=1), file=sys.stderr)
     greedy_floor = 1e3 * read_bytes(tensors, heads=False) / bandwidth
     medusa_floor = 1e3 * read_bytes(tensors, heads=True) / bandwidth
     per_token = {name: ms / tokens_per_step.get(name, 1.0) for name, ms in step_ms.items()}
@@ -172,6 +176,36 @@ def time_steps(model: Any) -> dict[str, float]:
             torch.cuda.synchronize()
             times[f"{decoder.nodes} nodes"] = start.elapsed_time(end) / 20
     return times
+
+
+@torch.inference_mode()
+def profile_steps(model: Any, kernels: int = 14) -> dict[str, Any]:
+    """The kernels of one captured step by name, those that take longest: [name, launches, microseconds]."""
+    found = {}
+    for decoder in model.decoders._kept.values():
+        for loop in decoder.memo.values():
+            replay = next(iter(loop._captured.values()), None)
+            if replay is None:
+                continue
+            loop.pasts.fill_(CONTEXT_TOKENS)
+            loop.step_number.zero_()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                for _ in range(4):
+                    loop.pasts.fill_(CONTEXT_TOKENS)
+                    replay()
+                torch.cuda.synchronize()
+            order = sorted((e for e in profile.events() if e.device_time), key=lambda e: e.time_range.start)
+            order = [[e.name[:60], round(e.device_time, 1)] for e in order[: len(order) // 4]]
+            rows = [(e.key, e.count, e.self_device_time_total) for e in profile.key_averages()]
+            rows.sort(key=lambda row: -row[2])
+            found[f"{decoder.nodes} nodes"] = {
+                "kernels": sum(row[1] for row in rows) / 4,
+                "busy_ms": sum(row[2] for row in rows) / 4e3,
+                "middle": order[len(order) // 3 : len(order) // 3 + 30],
+                "last": order[-60:],
+                "longest": [[name[:80], count / 4, round(time / 4, 1)] for name, count, time in rows[:kernels]],
+            }
+    return found
 
 
 def random_port(family: str, num_heads: int = 4) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -327,9 +361,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sizes", type=int, nargs="*", default=[16, 64], help="nodes of the trees of the part heads")
     parser.add_argument("--no-stock", action="store_true", help="leave the stock tree of 64 nodes out: slow on a CPU")
     parser.add_argument("--device", default="cuda", help="cpu runs the part heads alone, in float32")
-    parser.add_argument("--compile", action="store_true", help="hand the steps to torch.compile")
+    parser.add_argument("--compile", action="store_true", help="kernels of few rows and fused runs")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step and the products' plans")
     parser.add_argument("--json", action="store_true", help="accepted for symmetry; the output is JSON always")
     options = parser.parse_args(arguments)
+    PROFILES[:] = [True] if options.profile else []
     torch.set_grad_enabled(False)
     document: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
@@ -351,7 +387,7 @@ def main(arguments: list[str] | None = None) -> int:
         model = open_emulator(source, device=options.device).build_model(
             config, tensors, module_source=module.source, class_name=module.class_name
         )
-        chosen = read_tree(str(HEADS / "tree.json"))
+        trees = {"shipped": read_tree(str(HEADS / "tree.json"))}
         if "heads" in options.only:
             figures, curve = measure_heads(
                 reference,
@@ -363,15 +399,16 @@ def main(arguments: list[str] | None = None) -> int:
                 has_stock=not options.no_stock,
             )
             keep("heads", figures)
-            chosen = curve.tree(options.sizes[0])
+            trees = {f"best {n}": curve.tree(n) for n in options.sizes}
         if "smollm2" in options.only:
             model.decoders.compiles = options.compile
             frame = build_chat_frame(reference.tokenizer, "Explain this in simple words: ")
             held_out = split_held_out(read_text(options.data))[1]
             prompts = cut_prompts(
-                reference.tokenizer, held_out, lengths_tokens=(64,), limit=2, seed=11, frames=(frame,)
+                reference.tokenizer, held_out, lengths_tokens=(64,), limit=4, seed=11, frames=(frame,)
             )
-            trees = {"chosen": chosen, "mc_sim_7b_63": read_tree("mc_sim_7b_63")}
+            trees |= {"mc_sim_7b_63": read_tree("mc_sim_7b_63")}
+            model.decoders.keep = 1 + len(trees)
             keep(
                 "smollm2",
                 measure_speed(reference, model, prompts, trees, tensors, new_tokens=96, rounds=2),

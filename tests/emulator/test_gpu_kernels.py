@@ -1,0 +1,128 @@
+"""The Triton kernels against plain PyTorch: odd sizes, strided inputs, every kind of mask.
+
+On a GPU as they are; without one in Triton's interpreter, `TRITON_INTERPRET=1`, where Triton is installed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+
+from porting_kit.emulator import gpu_kernels, gpu_operations
+from porting_kit.emulator.gpu_operations import (
+    ProductPlan,
+    attend_rows,
+    can_search,
+    find_largest,
+    move_rows,
+    multiply,
+    store_rows,
+)
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not IS_INTERPRETED else "cpu"
+pytestmark = pytest.mark.skipif(
+    not gpu_kernels.HAS_TRITON or (DEVICE == "cpu" and not IS_INTERPRETED),
+    reason="needs Triton, and a GPU or TRITON_INTERPRET=1",
+)
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).half().to(DEVICE)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "fan_in", "fan_out", "plan"),
+    [
+        (1, 200, 70, ProductPlan("row", 8, 64)),
+        (1, 64, 33, ProductPlan("row", 1, 128)),
+        (5, 200, 70, ProductPlan("rows", 32, 64)),
+        (64, 256, 96, ProductPlan("rows", 32, 64, 2)),
+        (20, 130, 65, ProductPlan("rows", 64, 64, 2)),
+        (40, 130, 65, ProductPlan("rows", 64, 64, 2, block_rows=16)),
+    ],
+)
+def test_a_product_of_few_rows(rows: int, fan_in: int, fan_out: int, plan: ProductPlan, has_bias: bool):
+    given, weight, bias = draw(rows, fan_in), draw(fan_out, fan_in), draw(fan_out) if has_bias else None
+    product = multiply(given, weight.T, bias, plan)
+    expected = given.double() @ weight.double().T
+    if plan.parts > 1:
+        assert product.shape == (plan.parts, rows, fan_out)
+        product = product.sum(0)
+    elif has_bias:
+        expected = expected + bias.double()
+    assert float((product.double() - expected).abs().max()) <= 2e-3 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("B", "H", "K", "N", "D", "end", "kind", "softcap"),
+    [
+        (2, 4, 2, 1, 64, 130, "seen", 0.0),
+        (1, 6, 2, 7, 80, 200, "seen", 0.0),
+        (1, 4, 4, 20, 64, 256, "bias", 0.0),
+        (1, 4, 4, 3, 64, 70, "none", 5.0),
+        (1, 2, 1, 70, 32, 90, "bias", 5.0),
+    ],
+)
+def test_attention_of_few_queries(B: int, H: int, K: int, N: int, D: int, end: int, kind: str, softcap: float):
+    layer, projected = draw(B, 2, K, 300, D), draw(B, N, H + 2 * K, D)
+    query = projected[:, :, :H].transpose(1, 2)
+    seen = torch.rand(B, 1, N, end, generator=torch.Generator().manual_seed(1)).to(DEVICE) > 0.3
+    bias = torch.randn(B, H, N, end, device=DEVICE).masked_fill(~seen, -math.inf)
+    mask = {"none": None, "seen": seen, "bias": bias}[kind]
+    found = attend_rows(query, layer, mask, end, 0.3, softcap)
+    keys, values = (layer[:, kind, :, :end].double().repeat_interleave(H // K, 1) for kind in (0, 1))
+    logits = query.double() @ keys.transpose(-1, -2) * 0.3
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    if mask is not None:
+        logits = logits.masked_fill(~seen, -math.inf) if kind == "seen" else logits + bias
+    expected = (logits.softmax(-1) @ values).transpose(1, 2)
+    assert found.dtype is torch.float16
+    assert float((found.double() - expected).abs().max()) <= 1e-3
+
+
+def test_new_rows_go_behind_each_past_and_nowhere_else():
+    layer, projected, pasts = draw(2, 2, 3, 50, 24), draw(2, 4, 9, 24), torch.tensor([[5], [46]], device=DEVICE)
+    keys, values = projected[:, :, 3:6], projected[:, :, 6:]
+    expected = layer.clone()
+    for request, past in enumerate((5, 46)):
+        expected[request, 0, :, past : past + 4] = keys[request].transpose(0, 1)
+        expected[request, 1, :, past : past + 4] = values[request].transpose(0, 1)
+    store_rows(layer, pasts, keys, values)
+    assert torch.equal(layer, expected)
+
+
+def test_accepted_rows_move_together_in_every_layer():
+    joined, pasts = draw(3, 2, 2, 2, 40, 24), torch.tensor([[5], [30]], device=DEVICE)
+    rows = torch.tensor([[0, 2, 3, 7], [0, 1, -1, -1]], device=DEVICE)
+    expected = joined.clone()
+    expected[:, 0, :, :, 5:9] = joined[:, 0][:, :, :, [5, 7, 8, 12]]
+    move_rows(joined, rows, pasts)
+    assert torch.equal(joined, expected)
+
+
+@pytest.mark.parametrize(("length", "count"), [(100, 3), (4096, 10), (10_000, 16)])
+def test_the_largest_elements_in_order(length: int, count: int):
+    rows = (draw(2, 3, length) * 4).round()  # many equals
+    values, places = find_largest(rows, count)
+    assert can_search(length, count)
+    assert torch.equal(values, rows.topk(count, dim=-1).values)
+    ordered = rows.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    assert torch.equal(places, ordered)
+
+
+def test_what_is_not_searched():
+    assert not can_search(1000, 33)
+    assert not can_search(2_000_000, 32)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="measures on a GPU")
+def test_the_plan_is_measured_once_a_shape():
+    weight = draw(256, 128).T
+    plan = gpu_operations.find_plan(1, [weight], None)
+    assert gpu_operations.find_plan(1, [weight], None) is plan
+    assert plan in (gpu_operations.LIBRARY, *gpu_operations.ROW_PLANS)
