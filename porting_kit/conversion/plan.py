@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 CHECKPOINT_DTYPES = ("float16", "bfloat16", "float32")
 WRAPPERS = ("language_model.", "model.language_model.", "module.")
 HEAD_PREFIXES = ("medusa_head", "medusa_heads")
+OUTPUT, EMBEDDING = "lm_head.weight", "transformer.vocab_embedding.weight"
 
 
 class MissingTensors(ConversionError):
@@ -109,6 +110,13 @@ def _check_request(base: BaseConfig, tp_size: int, pp_size: int, dtype: str) -> 
             expected="pp_size 1",
             found=f"pp_size {pp_size}",
             where=f"tensorrt_llm/models/{base.definition.model_folder}/model.py 0.13.0.dev2024090300",
+        )
+    if pp_size > 1 and base.switches.get("shares_embedding"):
+        raise UnevenRanks(
+            "an embedding that is the output matrix as well cannot be on the first and the last pipeline rank",
+            expected="pp_size 1, or a release whose class takes an output matrix of its own",
+            found=f"pp_size {pp_size}, share_embedding_table",
+            where="tensorrt_llm/models/modeling_utils.py 0.13.0.dev2024090300",
         )
     if base.num_layers % pp_size:
         raise UnevenRanks(
@@ -259,7 +267,9 @@ class _Builder:
             for name in heads.origins
         ]
         if not heads.own_output:
-            (output,) = [tensor for tensor in base_tensors if tensor.target == "lm_head.weight"]
+            # A class that shares its embedding with the output (Gemma) has no output matrix of its own.
+            by_target = {tensor.target: tensor for tensor in base_tensors}
+            output = by_target.get(OUTPUT) or by_target[EMBEDDING]
             shape = (self.base.vocab_size, self.base.hidden_size)
             for head in range(heads.num_heads):
                 target = f"medusa_heads.{head}.lm_head.weight"

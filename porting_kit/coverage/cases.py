@@ -62,7 +62,7 @@ def _dbrx(size: ModelSize) -> Any:
         ffn_config={
             "ffn_hidden_size": 48,
             "moe_num_experts": 4,
-            "moe_top_k": 2,
+            "moe_top_k": size.experts_chosen,
             "hidden_size": size.hidden_size,
         },
     )
@@ -70,12 +70,14 @@ def _dbrx(size: ModelSize) -> Any:
 
 def _experts(size: ModelSize, **more: Any) -> Any:
     sizes = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 96, "num_experts": 4}
-    return make_config("Qwen2Moe", **_modern(size, **sizes, num_experts_per_tok=2, **rope_settings()), **more)
+    return make_config(
+        "Qwen2Moe", **_modern(size, **sizes, num_experts_per_tok=size.experts_chosen, **rope_settings()), **more
+    )
 
 
 def _experts3(size: ModelSize) -> Any:
     sizes = {"head_dim": 16, "moe_intermediate_size": 48, "num_experts": 4, "norm_topk_prob": True}
-    return make_config("Qwen3Moe", **_modern(size, **sizes, num_experts_per_tok=2, **rope_settings()))
+    return make_config("Qwen3Moe", **_modern(size, **sizes, num_experts_per_tok=size.experts_chosen, **rope_settings()))
 
 
 def _gemma3(size: ModelSize) -> Any:
@@ -112,6 +114,7 @@ NO_FACTOR = Defect(
     give=_forget_attention_factor,
 )
 BAICHUAN_1 = ModelSize(vocab=64000)  # by which Baichuan 1 is told from 2
+GEMMA_SIZE = ModelSize(vocab=164)  # its embedding is split over the ranks and not padded
 
 
 def _case(name: str, family: str, make: Any, **more: Any) -> ReferenceCase:
@@ -175,7 +178,9 @@ CASES: tuple[ReferenceCase, ...] = (
         "mixtral",
         lambda s: make_config(
             "Mixtral",
-            **_modern(s, num_local_experts=4, num_experts_per_tok=2, sliding_window=None, **rope_settings()),
+            **_modern(
+                s, num_local_experts=4, num_experts_per_tok=s.experts_chosen, sliding_window=None, **rope_settings()
+            ),
         ),
     ),
     _case(
@@ -306,13 +311,15 @@ CASES: tuple[ReferenceCase, ...] = (
         "gemma",
         "gemma",
         lambda s: make_config("Gemma", **_modern(s, head_dim=16, **TIED, **rope_settings())),
+        size=GEMMA_SIZE,
     ),
     _case(
         "gemma2",
         "gemma2",
         lambda s: make_config("Gemma2", **_modern(s, head_dim=16, query_pre_attn_scalar=24, **TIED, **rope_settings())),
+        size=GEMMA_SIZE,
     ),
-    _case("gemma3", "gemma3", _gemma3),
+    _case("gemma3", "gemma3", _gemma3, size=GEMMA_SIZE),
     _case("dbrx", "dbrx", _dbrx),
     _case(
         "cohere",

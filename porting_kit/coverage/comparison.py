@@ -98,6 +98,24 @@ def compare_context(model: Any, reference: Reference, prompts: Sequence[Sequence
     return max(relative_error(ours, their) for ours, their in zip(logits, theirs, strict=True)), logits
 
 
+def list_ancestors() -> list[list[int]]:
+    """The nodes from the root to each node of the tree."""
+    return [row.nonzero().flatten().tolist() for row in coverage_tree().mask]
+
+
+def draw_trees(vocab_size: int, seed: int = 7) -> tuple[Any, Any]:
+    """(the tokens of a tree for each of the first two prompts, [2, N]; the generator they came from)."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, min(vocab_size, 161), (2, coverage_tree().num_nodes), generator=generator), generator
+
+
+def list_tree_paths(prompts: Sequence[Sequence[int]], drafts: Any) -> list[list[int]]:
+    """The text that leads to each node of both trees."""
+    return [[*prompts[b], *drafts[b, path].tolist()] for b in range(2) for path in list_ancestors()]
+
+
 def compare_model(
     model: Any,
     reference: Reference,
@@ -124,8 +142,7 @@ def compare_model(
     context, _ = compare_context(model, reference, prompts)
     cache = model.new_cache(3, CAPACITY)
     model.prefill([torch.tensor(prompt) for prompt in prompts[:2]], cache)
-    generator = torch.Generator().manual_seed(seed)
-    drafts = torch.randint(3, min(V, 161), (2, tree.num_nodes), generator=generator)
+    drafts, generator = draw_trees(V, seed)
     third, nodes = model.mixed(
         [torch.tensor(prompts[2])],
         drafts,
@@ -134,8 +151,7 @@ def compare_model(
         packed_mask=tree.packed_mask,
     )
     context = max(context, relative_error(third.logits[0, None, :V], reference.logits([prompts[2]])[0][-1:]))
-    ancestors = [row.nonzero().flatten().tolist() for row in tree.mask]
-    paths = [[*prompts[b], *drafts[b, path].tolist()] for b in range(2) for path in ancestors]
+    ancestors, paths = list_ancestors(), list_tree_paths(prompts, drafts)
     expected = torch.stack([rows[-1] for rows in reference.logits(paths)])
     worst = relative_error(nodes.logits.reshape(len(paths), -1)[:, :V], expected)
     head_error = None

@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from porting_kit.coverage.comparison import (
     continue_greedily,
     coverage_tree,
     draw_prompts,
+    draw_trees,
+    list_tree_paths,
 )
 from porting_kit.coverage.heads import ReferenceBeforeProjection, find_projection, write_fitted_heads
 from porting_kit.coverage.planned import PlannedRow
@@ -33,7 +35,7 @@ from porting_kit.coverage.positions import (
     without_computed_positions,
 )
 from porting_kit.coverage.precision import BOUND, Bounds, measure_bounds
-from porting_kit.coverage.reference_models import ReferenceCase, make_reference, save_reference
+from porting_kit.coverage.reference_models import ModelSize, ReferenceCase, make_reference, save_reference
 from porting_kit.coverage.row import Row, ShardedRun
 from porting_kit.coverage.sharded import RankGroups, Sharding, Subject
 from porting_kit.coverage.unlisted import UNLISTED
@@ -141,7 +143,8 @@ class TreeCoverage:
             found.context_error, _ = compare_context(plain, known, prompts)
             heads, texts = self._fit_heads(folder, known, prompts)
             config, tensors = self._convert(planned, folder, heads)
-            bounds = measure_bounds(reference, texts, self.dtype, tensors)
+            paths = list_tree_paths(prompts, draw_trees(reference.vocab_size)[0])
+            bounds = measure_bounds(reference, [*texts, *paths], self.dtype, tensors)
             found.bound, found.heads_bound = bounds.logits, bounds.heads
             require_bound("context logits of the unmodified model", found.context_error, bounds.logits)
             model = self._build_medusa(config, tensors, module.source, module)
@@ -233,7 +236,7 @@ class TreeCoverage:
         key = case.name, planned.hugging_face_class
         if key not in self._models:
             try:
-                model = make_reference(case)
+                model = make_reference(case, size_for(case, self.dtype))
             except EnvironmentMissing as error:
                 raise RowRefused(error.subject) from error
             folder = self.folder / f"model{len(self._models)}"
@@ -329,6 +332,15 @@ def name_compared_twin(tree: SourceTree, arch: str) -> str:
     served = {name for family in load_families().values() for name in family.architectures.values()}
     twins = sorted(name for name in served & classes.keys() if name != arch and classes[name] == classes.get(arch))
     return f"; its class {classes[arch][1]} is compared as {twins[0]}" if twins else ""
+
+
+def size_for(case: ReferenceCase, dtype: str) -> ModelSize:
+    """In half precision every token is sent to all four experts: a choice between two may hang on a rounding.
+
+    The choice itself is compared in float32. Phi-3.5 MoE's sparse mixer can choose two only.
+    """
+    is_mixed = case.family != "phimoe"
+    return replace(case.size, experts_chosen=4) if dtype != "float32" and is_mixed else case.size
 
 
 def require_expressible(base: BaseConfig, release: str) -> None:

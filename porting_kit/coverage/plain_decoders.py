@@ -157,7 +157,7 @@ class Grok(PlainDecoder):
     """Grok-1 (xai-org/grok-1; tensor names of hpcai-tech/grok-1): experts from a softmax over all, not made whole."""
 
     embedding_scale, output_scale = 78.38367176906169, 0.5773502691896257
-    X, J, TOP, CAP = 4, 48, 2, 30.0
+    X, J, CAP = 4, 48, 30.0
 
     def raw_config(self) -> dict[str, Any]:
         size = self.size
@@ -165,7 +165,7 @@ class Grok(PlainDecoder):
             **{"architectures": ["Grok1ModelForCausalLM"], "model_type": "grok-1", "hidden_size": self.E},
             **{"num_hidden_layers": size.layers, "num_attention_heads": self.H, "num_key_value_heads": size.kv_heads},
             **{"intermediate_size": self.J, "vocab_size": size.vocab, "max_position_embeddings": size.positions},
-            **{"rms_norm_eps": 1e-5, "num_experts": self.X, "num_experts_per_tok": self.TOP},
+            **{"rms_norm_eps": 1e-5, "num_experts": self.X, "num_experts_per_tok": self.size.experts_chosen},
             **{"attn_output_multiplier": self.D**-0.5, "embedding_multiplier_scale": self.embedding_scale},
             **{"output_multiplier_scale": self.output_scale, "max_attn_value": self.CAP, "tie_word_embeddings": True},
         }
@@ -203,7 +203,9 @@ class Grok(PlainDecoder):
             x = self.point(x + self.rms(mixed, f"{name}.post_attn_norm.scale"))
             moe, names = f"{name}.moe_block", ("linear", "linear_v", "linear_1")
             inner = self.rms(x, f"{name}.pre_moe_norm.scale")
-            experts = self.mix(inner, f"{moe}.gate.weight", f"{moe}.experts", names, tanh_gelu, self.TOP, False)
+            experts = self.mix(
+                inner, f"{moe}.gate.weight", f"{moe}.experts", names, tanh_gelu, self.size.experts_chosen, False
+            )
             x = self.point(x + self.rms(experts, f"{name}.post_moe_norm.scale"))
         return self.rms(x, "model.norm.scale")
 
@@ -211,7 +213,7 @@ class Grok(PlainDecoder):
 class Arctic(PlainDecoder):
     """Snowflake Arctic: a small MLP after attention, and experts that read the input of attention beside it."""
 
-    X, J, TOP = 4, 48, 2
+    X, J = 4, 48
 
     def raw_config(self) -> dict[str, Any]:
         size = self.size
@@ -222,7 +224,7 @@ class Arctic(PlainDecoder):
             **{
                 "rms_norm_eps": 1e-5,
                 "num_local_experts": self.X,
-                "num_experts_per_tok": self.TOP,
+                "num_experts_per_tok": self.size.experts_chosen,
                 "hidden_act": "silu",
             },
             **{"moe_layer_frequency": 1, "parallel_attn_mlp_res": True, "use_residual": True, "rope_theta": 50000.0},
@@ -264,7 +266,9 @@ class Arctic(PlainDecoder):
             inner = self.rms(after, f"{name}.residual_layernorm.weight")
             w1, w2, w3 = (t[f"{name}.residual_mlp.{part}.weight"] for part in ("w1", "w2", "w3"))
             beside, moe = self.rms(x, f"{name}.post_attention_layernorm.weight"), f"{name}.block_sparse_moe"
-            experts = self.mix(beside, f"{moe}.gate.weight", f"{moe}.experts", ("w1", "w3", "w2"), silu, self.TOP, True)
+            experts = self.mix(
+                beside, f"{moe}.gate.weight", f"{moe}.experts", ("w1", "w3", "w2"), silu, self.size.experts_chosen, True
+            )
             residual = self.linear(self.point(silu(self.linear(inner, w1)) * self.linear(inner, w3)), w2)
             x = self.point(after + residual + experts)
         return self.rms(x, "model.norm.weight")

@@ -17,7 +17,7 @@ from porting_kit.errors import EnvironmentMissing
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a random model: E, L, H, K, MLP width, V and trained positions."""
+    """Sizes of a random model: E, L, H, K, MLP width, V, trained positions, and experts that a token is sent to."""
 
     hidden_size: int = 64
     layers: int = 2
@@ -26,6 +26,7 @@ class ModelSize:
     inner: int = 128
     vocab: int = 161
     positions: int = 128
+    experts_chosen: int = 2
 
 
 Tensors = dict[str, Any]

@@ -66,6 +66,7 @@ FAMILY = Family(
     fields=GEMMA_FIELDS,
     requirements=GEMMA_REQUIREMENTS,
     handled_keys=HANDLED,
+    pipeline=True,
     first_release="0.9.0.dev2024022700",
     head_size_since="0.9.0.dev2024022700",
 )

@@ -64,6 +64,7 @@ FAMILY = Family(
         ),
     ),
     handled_keys=HANDLED,
+    pipeline=True,
     first_release="0.12.0.dev2024080600",
     head_size_since="0.12.0.dev2024080600",
     renamed=("0.13.0.dev2024081300", "GemmaForCausalLM"),

@@ -81,6 +81,7 @@ FAMILY = Family(
         Requirement("@tied", (True,), True, "the output matrix is the embedding", MODEL),
     ),
     handled_keys=tuple(name for name in HANDLED if name not in ("sliding_window", "layer_types")),
+    pipeline=True,
     first_release="0.20.0",
     head_size_since="0.20.0",
 )

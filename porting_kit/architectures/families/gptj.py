@@ -61,5 +61,4 @@ FAMILY = Family(
     ),
     differences=(GELU_IS_TANH, NORM_EPS_FIXED),
     handled_keys=("rotary", "n_ctx", "rope_type"),
-    pipeline=True,
 )

@@ -93,5 +93,4 @@ FAMILY = Family(
         ),
     ),
     handled_keys=("expansion_ratio", "learned_pos_emb", "embedding_fraction", "norm_type", "verbose", "init_config"),
-    pipeline=True,
 )
