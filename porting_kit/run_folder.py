@@ -184,6 +184,20 @@ def _unwritable(root: Path, error: OSError) -> RunFolderError:
     )
 
 
+def require_writable(folder: Path) -> Path:
+    """Make a folder, and prove that files can be written into it, before work is done for it.
+
+    Raises:
+        RunFolderError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
 def _read_owner(marker: Path) -> object:
     try:
         return read_json(marker).get("port")

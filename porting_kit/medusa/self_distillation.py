@@ -18,6 +18,9 @@ from porting_kit.errors import BaseModelError, HeadsError
 
 IGNORED = -100
 
+WINDOW_TOKENS = 8192
+"""Positions of a base whose config names none."""
+
 
 @dataclass(frozen=True)
 class Continuations:
@@ -148,8 +151,10 @@ def continue_greedily(
         the continuations, hidden states in the model's own type on its own device.
 
     Raises:
+        HeadsError: a prompt and its continuation do not fit the base's positions.
         BaseModelError: a hidden state is not finite.
     """
+    check_window(model, max(map(len, prompts)), new_tokens)
     end_ids = _end_ids(model)
     by_length: dict[int, list[Sequence[int]]] = {}
     for prompt in prompts:
@@ -174,6 +179,23 @@ def continue_greedily(
             report(f"continued {done}/{len(prompts)} prompts")
     mix = torch.randperm(done, generator=torch.Generator().manual_seed(done)).to(model.device)
     return Continuations(torch.cat(hidden)[mix], torch.cat(tokens)[mix])
+
+
+def check_window(model: Any, prompt_tokens: int, new_tokens: int) -> None:
+    """Refuse a continuation that is longer than the positions the base was made for.
+
+    Raises:
+        HeadsError: it is.
+    """
+    known = (getattr(model.config, name, None) for name in ("max_position_embeddings", "seq_length", "max_seq_len"))
+    window = next((value for value in known if isinstance(value, int) and value > 0), WINDOW_TOKENS)
+    if prompt_tokens + new_tokens > window:
+        raise HeadsError(
+            "a prompt and its continuation do not fit the base's positions",
+            expected=f"at most {window} tokens together",
+            found=f"a prompt of {prompt_tokens} and {new_tokens} new tokens",
+            next_step="ask for fewer (--new-tokens), or for shorter prompts",
+        )
 
 
 def _generate(model: Any, batch: torch.Tensor, new_tokens: int, end_ids: list[int]) -> torch.Tensor:

@@ -147,6 +147,11 @@ class TrainingRun:
                 self._save(checkpoint)
                 report(f"interrupted at step {self.step}; the same command goes on from there")
             raise
+        except HeadsError:
+            # Going on from before the loss left the numbers would leave them again.
+            if checkpoint is not None and self.rank == 0:
+                checkpoint.unlink(missing_ok=True)
+            raise
 
     def _take_step(self) -> torch.Tensor:
         """One step of the optimizer; returns the loss before it."""

@@ -23,7 +23,7 @@ from porting_kit.medusa.self_distillation import continue_greedily, cut_prompts
 from porting_kit.medusa.training_text import read_text
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.provenance import hash_value
-from porting_kit.run_folder import replace_folder, write_json
+from porting_kit.run_folder import replace_folder, require_writable, write_json
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.preflight import read_port_base, read_port_heads
 from porting_kit.steps.prompts import tokenize_prompts
@@ -93,8 +93,10 @@ def check_port_heads(
     Raises:
         HeadsError: the heads cannot be read or sit on this base, or no text is left to ask at.
         BaseModelError: the base cannot be loaded or computes what is not finite.
+        RunFolderError: the run folder cannot be written.
     """
     watch = Stopwatch()
+    folder = require_writable(run.folder.root / FOLDER)
     base = read_port_base(run.port, None)
     heads = read_port_heads(run.port, base, check_values=True)
     reference = open_heads_base(run)
@@ -126,8 +128,6 @@ def check_port_heads(
         failing_gate=f"heads: {failing[0].verdict}" if failing else None,
     )
     result = HeadsCheckResult(outcome, heads, fit)
-    folder = run.folder.root / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{RANKS_FILE}"
     save_file(
         {"ranks": fit.ranks}, partial, metadata={"inputs": json.dumps(rank_inputs(run, data, prompts, new_tokens))}

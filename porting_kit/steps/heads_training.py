@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from porting_kit.alignment.reference import load_reference
 from porting_kit.errors import HeadsError, RunFolderError
-from porting_kit.medusa.heads import HEADS_FILE
+from porting_kit.medusa.heads import HEADS_FILE, HeadVariant
 from porting_kit.medusa.training import TrainedHeads, train_heads, write_trained_heads
 from porting_kit.medusa.training_run import TrainingSettings
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.provenance import fingerprint_path, hash_value
-from porting_kit.run_folder import replace_folder
+from porting_kit.run_folder import replace_folder, require_writable
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.heads import FOLDER, Say, read_data
 
@@ -71,7 +71,7 @@ def train_port_heads(
     Raises:
         HeadsError: the text is missing or shorter than one window, unusable settings, a loss that is not finite.
         BaseModelError: the base cannot be loaded or computes what is not finite.
-        RunFolderError: the output folder holds something else.
+        RunFolderError: the output folder holds something else, or cannot be written.
     """
     watch = Stopwatch()
     has_gpu = torch.cuda.is_available()
@@ -79,6 +79,8 @@ def train_port_heads(
     texts = read_data(data)
     folder = run.folder.root / FOLDER / TRAINED_FOLDER if out is None else out
     _check_output(folder)
+    require_writable(folder.parent)
+    require_writable(run.folder.root / FOLDER)
     identity = {
         "base": fingerprint_path(run.port.base_path),
         "text": hashlib.sha256(data.read_bytes()).hexdigest(),
@@ -140,12 +142,16 @@ def make_settings(values: dict[str, Any]) -> TrainingSettings:
         wrong.append(f"new_tokens: {settings.new_tokens}, not more than the {settings.num_heads} heads")
     if not settings.prompt_tokens or min(settings.prompt_tokens) < 1:
         wrong.append(f"prompt_tokens: {settings.prompt_tokens}")
+    if settings.variant not in get_args(HeadVariant):
+        wrong.append(f"variant: {settings.variant}, none of {', '.join(get_args(HeadVariant))}")
     if not 0 <= settings.seed < 2**63:
         wrong.append(f"seed: {settings.seed}")
     if not settings.learning_rates or not all(math.isfinite(rate) and rate > 0 for rate in settings.learning_rates):
         wrong.append(f"learning_rates: {settings.learning_rates}")
     if wrong:
-        raise HeadsError("the training settings cannot be used", expected="positive, finite numbers", items=wrong)
+        raise HeadsError(
+            "the training settings cannot be used", expected="positive, finite numbers, a known variant", items=wrong
+        )
     return settings
 
 

@@ -162,13 +162,30 @@ def test_an_export_is_written_once(port: Path, tmp_path: Path):
     assert "occupied" in again.output
 
 
+@pytest.mark.parametrize("command", [("train", "--data", "{text}", *SETTINGS), ("check",), ("tree",)])
+def test_a_file_in_place_of_the_heads_folder_is_refused_at_once(port: Path, tmp_path: Path, command: tuple[str, ...]):
+    folder = tmp_path / "run"
+    assert (
+        call(port, "export", "--layout", "tgi", "--out", str(tmp_path / "o"), "--run-folder", str(folder)).exit_code
+        == 0
+    )
+    (folder / "heads").write_text("in the way")
+    filled = [argument.format(text=port / "text.txt") for argument in command]
+    result = call(port, *filled, "--run-folder", str(folder))
+    assert result.exit_code == 2, result.output
+    assert "cannot be written" in result.output
+    assert "step 1/" not in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("train", "--data", "missing.txt"), "the text cannot be read"),
         (("train", "--data", "{short}"), "shorter than one window"),
         (("train", "--data", "{text}", "--steps", "0"), "training settings cannot be used"),
-        (("train", "--data", "{text}", "--variant", "v3"), "do not exist"),
+        (("train", "--data", "{text}", "--variant", "v3"), "variant: v3, none of v1, v2"),
+        (("train", "--data", "{text}", "--out", "{short}/heads"), "cannot be written"),
+        (("check", "--new-tokens", "100000"), "do not fit the base's positions"),
         (("train", "--data", "{text}", "--out", "{occupied}"), "did not write"),
         (("export", "--layout", "vlm", "--out", "{new}"), "did you mean 'vllm'"),
         (("tree", "--max-nodes", "65"), "limits leave no tree"),

@@ -15,7 +15,14 @@ from porting_kit.errors import BaseModelError, HeadsError, TreeError
 from porting_kit.medusa.head_fit import read_fit
 from porting_kit.medusa.head_ranks import UNKNOWN_RANK, measure_accuracy, measure_ranks, replay_steps
 from porting_kit.medusa.heads import HEADS_FILE, load_heads
-from porting_kit.medusa.self_distillation import IGNORED, Continuations, Frame, continue_greedily, cut_prompts
+from porting_kit.medusa.self_distillation import (
+    IGNORED,
+    WINDOW_TOKENS,
+    Continuations,
+    Frame,
+    continue_greedily,
+    cut_prompts,
+)
 from porting_kit.medusa.training import (
     TrainingSettings,
     held_out_loss,
@@ -23,6 +30,7 @@ from porting_kit.medusa.training import (
     train_on_continuations,
     write_trained_heads,
 )
+from porting_kit.medusa.training_run import TrainingRun
 from porting_kit.medusa.tree_choice import choose_paths
 
 DEMO = Path(__file__).parents[2] / "notebooks" / "ports" / "bloom-mini"
@@ -187,6 +195,27 @@ def test_a_diverging_run_is_refused(model, continuations):
     exploded = Continuations(continuations.hidden * math.inf, continuations.tokens)
     with pytest.raises(HeadsError, match="diverged"):
         train_quietly(exploded, model)
+
+
+def test_a_diverged_run_leaves_nothing_to_go_on_from(model, continuations, tmp_path: Path):
+    settings, file = TrainingSettings(**{**vars(SMALL), "steps": 20}), tmp_path / "run.pt"
+
+    class Poisoned(TrainingRun):
+        def _take_step(self) -> torch.Tensor:
+            assert self.step < 10 or file.exists()
+            return super()._take_step() * (math.nan if self.step >= 9 else 1.0)
+
+    run = Poisoned(continuations, model.get_output_embeddings(), settings, 1e-3, 20)
+    with pytest.raises(HeadsError, match="diverged"):
+        run.train(checkpoint=file, report=lambda line: None)
+    assert not file.exists()
+
+
+def test_a_continuation_beyond_the_bases_positions_is_refused(model):
+    window = WINDOW_TOKENS  # a Bloom's config names no positions
+    with pytest.raises(HeadsError, match="positions") as caught:
+        continue_greedily(model, [[1, 2, 3]], new_tokens=window, batch_rows=1)
+    assert str(window) in str(caught.value)
 
 
 def test_an_interrupted_run_ends_like_a_whole_one(model, continuations, tmp_path: Path):
