@@ -133,6 +133,17 @@ def test_heads_without_an_output_matrix_get_the_bases(base: Path, tmp_path: Path
     assert origins["medusa_heads.0.lm_head.weight"].origin == "copied"
 
 
+@pytest.mark.parametrize("release", ["0.9.0.dev2024022700", "0.13.0.dev2024090300"])
+def test_a_base_whose_output_is_its_embedding_lends_that_to_the_heads(release: str, tmp_path: Path) -> None:
+    """Gemma's class of 0.11 to 0.16 has no output matrix in its checkpoint; before, the embedding holds a scale."""
+    tensors = write_model(tmp_path / "base", raw_config("gemma"))
+    alone = {name: t for name, t in head_tensors(2).items() if "linear" in name}
+    heads = read_head_set(write_heads(tmp_path / "heads", alone))
+    _, found = checkpoint_tensors(tmp_path / "base", heads, "float32", release=release)
+    for head in range(2):
+        assert torch.equal(found[f"medusa_heads.{head}.lm_head.weight"], tensors["model.embed_tokens.weight"])
+
+
 def test_missing_biases_become_zeros(base: Path, tmp_path: Path) -> None:
     tensors = {name: t for name, t in as_vllm(head_tensors(2)).items() if not name.endswith("bias")}
     heads = read_head_set(write_heads(tmp_path / "heads", tensors, {"num_heads": 2, "num_hidden_layers": 1}))
