@@ -135,3 +135,29 @@ def test_counts_that_are_no_whole_numbers_are_refused(key: str, value: object, t
     with pytest.raises(HeadsError, match="no whole numbers") as caught:
         read_head_set(tmp_path / "source")
     assert caught.value.items == (f"{key}: {value!r}",)
+
+
+def test_heads_that_modelopt_makes_are_read(tmp_path: Path):
+    """NVIDIA ModelOpt's own Medusa mode, where it is installed: every tensor, and what the heads say."""
+    speculative = pytest.importorskip("modelopt.torch.speculative", reason="needs nvidia-modelopt")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=V, hidden_size=E, intermediate_size=48, **sizes))
+    speculative.convert(model, [("medusa", {"medusa_num_heads": 3, "medusa_num_layers": 2})])
+    for parameter in model.medusa_heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "made")
+    heads = read_head_set(tmp_path / "made")
+    assert (heads.layout, heads.num_heads, heads.num_layers) == ("ModelOpt", 3, 2)
+    found = values(heads)
+    hidden = torch.randn(5, E)
+    for head, module in enumerate(model.medusa_heads):
+        states = hidden
+        for layer in range(2):
+            name = f"medusa_heads.{head}.medusa_layers.{layer}.linear"
+            linear = torch.nn.functional.linear(states, found[f"{name}.weight"], found[f"{name}.bias"])
+            states = states + torch.nn.functional.silu(linear)
+        said = torch.nn.functional.linear(states, found[f"medusa_heads.{head}.lm_head.weight"])
+        torch.testing.assert_close(said, module(hidden))
