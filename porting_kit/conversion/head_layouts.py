@@ -1,8 +1,9 @@
 """The layouts in which Medusa heads are published, as patterns over tensor names.
 
 Sources: FasterDecoding/Medusa medusa/model/medusa_model.py (original, merged); NVIDIA ModelOpt 0.15 to 0.47,
-modelopt/torch/speculative/plugins/transformers.py (0.47: hf_medusa.py), export/mcore_hf_export_map.py, tensorrt_llm/models/medusa/
-weight.py 0.13.0.dev2024090300 (the ModelOpt prefix); vllm-project/vllm vllm/model_executor/models/medusa.py;
+modelopt/torch/speculative/plugins/transformers.py (0.47: hf_medusa.py) and export/mcore_hf_export_map.py, and
+tensorrt_llm/models/medusa/weight.py 0.13.0.dev2024090300 (the ModelOpt prefix); vllm-project/vllm
+vllm/model_executor/models/medusa.py;
 huggingface/text-generation-inference server/text_generation_server/layers/medusa.py (original, no output matrix in its
 second version). The original and ModelOpt build a head's residual layers as one block used several times, so that
 a file may hold the block once. Names are matched component by component: `1.0.linear.weight` is head 1, layer 0.
