@@ -9,7 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from porting_kit.architectures import read_base_config
-from porting_kit.conversion import checkpoint_tensors, convert_checkpoint, open_tensor_source, plan_conversion
+from porting_kit.conversion import (
+    UnevenRanks,
+    checkpoint_tensors,
+    convert_checkpoint,
+    open_tensor_source,
+    plan_conversion,
+)
 from porting_kit.conversion.plan import MissingTensors, ShapeMismatch, SurplusTensors
 from porting_kit.errors import BaseModelError, CheckpointError, ConversionError
 from tests.conversion.rule_models import head_tensors, random_tensors, raw_config, write_model
@@ -213,9 +219,17 @@ def test_ranks_that_do_not_divide_are_refused(options: dict, text: str, tmp_path
         convert(tmp_path, **options)
 
 
-def test_pipeline_ranks_are_refused_where_the_class_has_none(tmp_path: Path) -> None:
-    write_model(tmp_path / "base", raw_config("bloom"))
-    with pytest.raises(ConversionError, match="cannot be split over pipeline ranks"):
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        *((family, "cannot be split over pipeline ranks") for family in ("bloom", "gptj", "mpt")),
+        ("gemma", "an embedding that is the output matrix as well"),
+    ],
+)
+def test_pipeline_ranks_are_refused_where_the_class_has_none(family: str, text: str, tmp_path: Path) -> None:
+    """The models of GPT-J and MPT neither receive nor send hidden states; Gemma's shares its embedding."""
+    write_model(tmp_path / "base", raw_config(family))
+    with pytest.raises(UnevenRanks, match=text):
         convert(tmp_path, pp_size=2)
 
 
