@@ -5,12 +5,15 @@ Run `python -m tests.benchmarks.alibi_models [--quick] [--json] [--source TREE] 
 - families: random models with the real head count and head size of Bloom, MPT, Baichuan-13B and Falcon-RW, against
   Hugging Face in float32, with prompts up to the fitted length: logits, greedy tokens, attention, and the same without
   the fit, which is what half precision costs alone. At head size 128 queries and keys are truncated first, to each of
-  several numbers of dims: random heads use all directions alike, so this is the worst case, and the conversion itself
-  refuses it. Bloom runs on the bundled definitions; the others need a TensorRT-LLM tree (`--source TREE`).
+  several numbers of dims; with 99 words in one layer these heads use fewer, so what shows is the line, not the
+  truncation. Bloom runs on the bundled definitions; the others need a TensorRT-LLM tree (`--source TREE`). Falcon's
+  reference keeps its ALiBi in float32.
 - trained: trained bases of head size 128, truncated and fitted: loss of the truncation, and the divergence, token
   agreement and margins of the next-token distributions against the unfitted base on text that the calibration did not
   see. The demo's Bloom (2 heads) always; with `--train SECONDS` also a Bloom with Bloom-1b7's heads (16 of 128 dims)
   that is trained here for so long on the source text of Python's standard library, byte by byte.
+- random: the same for random weights with Bloom-1b7's heads and 4,096 words, which use all directions of a head alike:
+  the worst case.
 - profile: attention by distance on the demo's Bloom, exact, without the bias, and fitted; for the picture.
 """
 
@@ -28,6 +31,7 @@ import torch
 
 from porting_kit.conversion.convert import checkpoint_tensors
 from porting_kit.emulator import open_emulator
+from porting_kit.errors import ConversionError
 from porting_kit.kernel_fit.activations import measure_activations, sample_prompts
 from porting_kit.kernel_fit.fit import CONFIG_KEY, apply_fit
 from porting_kit.kernel_fit.fit_step import FitStep
@@ -53,7 +57,8 @@ TRANSFORMS = {
     "fold_alibi": (DTYPES, (112, 96), (116, 112, 96)),
     "write_positions": (("float32", "bfloat16"), (124,), (124,)),
 }
-PARTS = ("families", "trained", "profile")
+RANDOM_VOCAB = 4096
+PARTS = ("families", "trained", "random", "profile")
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,8 @@ def open_case(case: Case, length: int, source: str | None, device: str) -> Model
             sharpen(reference, size, case.sharpness)
         if case.family != "baichuan":
             reference.save_pretrained(folder)
+        if case.family == "falcon-rw":
+            forget_rounding()
         config, tensors = checkpoint_tensors(folder, dtype="float32", release=release)
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     model = Model(reference.to(device), config, tensors, tree, device)
@@ -154,6 +161,14 @@ def open_case(case: Case, length: int, source: str | None, device: str) -> Model
         prompts = [random_tokens(256, seed).tolist() for seed in range(100, 112)]
         model.moments = measure_activations(model.build("float32"), prompts)
     return model
+
+
+def forget_rounding() -> None:
+    """Hugging Face rounds Falcon's ALiBi to bfloat16, which at 2,048 tokens is off by whole nats: keep it in float32."""
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor as build_exactly
+    from transformers.models.falcon import modeling_falcon
+
+    modeling_falcon.build_alibi_tensor = lambda mask, heads, dtype: build_exactly(mask, heads, torch.float32)
 
 
 def save_baichuan(size: ToySize, folder: Path) -> Any:
@@ -188,7 +203,10 @@ def measure_case(case: Case, length: int, source: str | None, device: str) -> li
     for transform, keep, dtype in list_fits(case.head_size):
         if dtype not in unfitted:
             unfitted[dtype] = compare(model.build(dtype))
-        fitted = model.fit(transform, keep, dtype, length)
+        try:
+            fitted = model.fit(transform, keep, dtype, length)
+        except ConversionError:  # the line itself is beyond the bound
+            continue
         notes = [note["figures"] for note in fitted.config[CONFIG_KEY]["notes"]]
         found = {"fitted": compare(fitted), "unfitted": unfitted[dtype]}
         rows.append(
@@ -214,12 +232,12 @@ def measure_case(case: Case, length: int, source: str | None, device: str) -> li
 def read_reference(model: Model, length: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     """(text, logits, length of the prompt) for short to longest prompts, each with Hugging Face's greedy tokens."""
     read = []
+    # A model with an attention mask of its own takes no cache.
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+    settings["use_cache"] = model.config["architecture"] != "BaichuanForCausalLM"
     for place, size in enumerate((12, length // 3, length - NEW_TOKENS - 1)):
         tokens = random_tokens(size, seed=place).to(model.device)
-        for _ in range(NEW_TOKENS):
-            # The whole text each time: a model with an attention mask of its own takes no cache.
-            last = model.reference(tokens[None], logits_to_keep=1).logits[0, -1]
-            tokens = torch.cat((tokens, last.argmax(-1, keepdim=True)))
+        tokens = model.reference.generate(tokens[None], **settings)[0]
         read.append((tokens, model.reference(tokens[None]).logits[0].cpu(), size))
     return read
 
@@ -247,6 +265,21 @@ def open_trained(base: Path, device: str) -> tuple[Model, list[list[int]]]:
     model.moments = measure_activations(original, written)
     starts = [[token] for token in range(100, 116)]
     return model, sample_prompts(original, starts, sequences=16, length_tokens=96, seed=1)
+
+
+def open_random() -> tuple[Model, list[list[int]]]:
+    """A random Bloom with Bloom-1b7's heads and more words than a head has dims: heads that use all directions alike."""
+    size = ToySize(16 * 128, 2, 16, 16, vocab=RANDOM_VOCAB)
+    reference = make_reference("bloom", size)
+    with tempfile.TemporaryDirectory() as folder:
+        reference.save_pretrained(folder)
+        config, tensors = checkpoint_tensors(Path(folder), dtype="float32")
+        tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    model = Model(None, config, tensors, open_source_tree("bundled"), "cpu")
+    generator = torch.Generator().manual_seed(5)
+    texts = torch.randint(0, RANDOM_VOCAB, (40, 192), generator=generator).tolist()
+    model.moments = measure_activations(model.build("float32"), texts[16:])
+    return model, texts[:16]
 
 
 def open_own_training(seconds: float, device: str) -> tuple[Model, list[list[int]], dict[str, Any]]:
@@ -367,6 +400,8 @@ def main() -> None:
         mini, unseen = open_trained(options.base, options.device)
     if "trained" in options.parts:
         document["trained"] += measure_trained("bloom-mini", mini, unseen, 1024, fits)
+    if "random" in options.parts:
+        document["trained"] += measure_trained("random weights", *open_random(), 1024, fits)
     if "trained" in options.parts and options.train:
         model, texts, document["training"] = open_own_training(options.train, options.device)
         document["trained"] += measure_trained("trained here", model, texts, 1024, fits)
@@ -376,7 +411,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(document, indent=1))
     else:
-        print(*(format_rows(document[name]) for name in PARTS[:2] if document[name]), sep="\n\n")
+        print(*(format_rows(document[name]) for name in ("families", "trained") if document[name]), sep="\n\n")
 
 
 if __name__ == "__main__":
