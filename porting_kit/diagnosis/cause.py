@@ -15,6 +15,7 @@ from porting_kit.diagnosis.decision import decide_ties
 from porting_kit.diagnosis.evidence import collect_evidence
 from porting_kit.diagnosis.fault import Fault
 from porting_kit.diagnosis.hypotheses import Hypothesis
+from porting_kit.diagnosis.lower_precision import CoarserArithmetic, explain_by_rounding
 from porting_kit.diagnosis.observation import Observation, observe
 from porting_kit.diagnosis.own_model import describe_own_model
 from porting_kit.diagnosis.pairs import try_pairs
@@ -42,6 +43,7 @@ class Diagnosis:
         observed: tokens, steps and ends in all.
         decided_by: the one further file that would tell ties apart; None without ties.
         own_model: what is wrong although the healthy port explains everything; None when nothing is.
+        rounding: the coarser arithmetic that explains what no fault does; None when none does.
         passes: context passes and replays that it took.
     """
 
@@ -54,6 +56,7 @@ class Diagnosis:
     observed: int = 0
     decided_by: str | None = None
     own_model: str | None = None
+    rounding: CoarserArithmetic | None = None
     passes: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -62,15 +65,30 @@ class Diagnosis:
         return self.causes[0] if self.causes else None
 
     @property
+    def is_healthy(self) -> bool:
+        """Nothing is wrong with the run: it is the port's own, but for rounding that TensorRT itself chooses."""
+        benign = self.rounding is not None and self.rounding.is_benign
+        return self.own_model is None and (self.to_explain == 0 or benign)
+
+    @property
+    def is_sure(self) -> bool:
+        """More than chance speaks for the cause; a few near-ties are explained by many faults."""
+        return bool(self.causes) and is_supported(self.hypotheses[0])
+
+    @property
     def verdict(self) -> str:
         """One sentence: the cause, a tie, none of these, or nothing wrong."""
         if self.own_model is not None:
             return self.own_model
         if self.to_explain == 0:
             return "nothing to explain: the healthy port emits exactly this"
+        if self.rounding is not None:
+            return self.rounding.describe()
         if not self.causes:
             return f"none of the {len(self.hypotheses) - 1} faults tried explains the observation"
         title = " and ".join(fault.title for fault in self.causes)
+        if self.own_model is None and not self.is_sure:
+            title = f"perhaps, but too few tokens speak for it: {title}"
         if self.ties:
             also = "; ".join(" and ".join(fault.title for fault in tie.faults) for tie in self.ties)
             return f"{title} - or, explaining it equally well: {also}"
@@ -81,6 +99,8 @@ class Diagnosis:
         causes = self.causes
         return {
             "verdict": self.verdict,
+            "healthy": self.is_healthy,
+            "sure": self.is_sure,
             "name": " and ".join(fault.title for fault in causes) or None,
             "fault": " + ".join(fault.name for fault in causes) or None,
             "kind": " + ".join(dict.fromkeys(fault.kind for fault in causes)) or None,
@@ -146,6 +166,10 @@ def name_cause(
         pairs = try_pairs(search, tried)
         tried += pairs[:FEW]
         best, ties = choose(pairs, to_explain)
+    rounding = None
+    if to_explain and (best is None or not is_supported(best)) and not healthy.ends.any():
+        rounding = explain_by_rounding(search)
+        best, ties = (best, ties) if rounding is None else (None, [])
     named = [] if best is None else [best, *ties]
     rest = [hypothesis for hypothesis in (healthy.figures, *tried) if hypothesis not in named]
     ranked = [*named, *sorted(rest, key=lambda hypothesis: hypothesis.order)]
@@ -159,12 +183,33 @@ def name_cause(
         observed=len(healthy.tokens) + len(healthy.steps) + int(healthy.ends.any()) * len(healthy.ends),
         decided_by=decide_ties(search, best, ties) if best is not None and ties else None,
         own_model=describe_own_model(result, healthy.unexplained) if to_explain == 0 else None,
+        rounding=rounding,
         passes={"context": search.context_passes, "replays": search.replays},
     )
 
 
 FEW = 5
 """Pairs that the ranking lists."""
+
+WEAK_EVIDENCE = 3
+"""Fewer explained tokens than this can be matched by chance, where no logits are there to be matched."""
+
+WEAK_ESTIMATE = 6
+"""The same for a value that was read off the observation, and for two faults at once."""
+
+
+def is_supported(best: Hypothesis) -> bool:
+    """Whether more than chance speaks for a hypothesis.
+
+    Logits are matched by no chance, but how tokens were chosen is told by the tokens alone.
+    """
+    if best.explained_ends:
+        return True
+    is_choice = any(fault.rescore is not None or fault.estimates for fault in best.faults)
+    if best.logit_error is not None and not is_choice:
+        return True
+    is_flexible = best.detail is not None or len(best.faults) > 1
+    return best.explained >= (WEAK_ESTIMATE if is_flexible else WEAK_EVIDENCE)
 
 
 def choose(tried: Sequence[Hypothesis], to_explain: int) -> tuple[Hypothesis | None, list[Hypothesis]]:

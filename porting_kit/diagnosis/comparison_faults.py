@@ -5,24 +5,49 @@ Each says how the observation looks when it is assumed; the healthy port must th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from porting_kit.diagnosis.port_state import PortState
 
-PENALTIES = (1.1, 1.05, 1.2, 1.3)
-"""Repetition penalties that generation configs ask for."""
-
-SAMPLED_FROM = 50
-"""transformers' own top-k: sampled tokens are among so many best."""
+PADDING_IDS = (0, 1)
+"""Ids that pad a batch, beside the end ids."""
 
 
 def double_start_token(state: PortState, observation: Any) -> Any:
     """Every prompt had its first token twice."""
     return replace(observation, prompts=[[prompt[0], *prompt] for prompt in observation.prompts])
+
+
+def lose_start_token(state: PortState, observation: Any) -> Any:
+    """Every prompt had lost its first token."""
+    if min(map(len, observation.prompts)) < 2:
+        raise ValueError("a prompt has one token")
+    return replace(observation, prompts=[list(prompt[1:]) for prompt in observation.prompts])
+
+
+def read_padding(*, on_left: bool, place: int) -> Callable[[PortState, Any], Any]:
+    """Every prompt was padded to the longest, and the padding read as text.
+
+    Args:
+        on_left: padding stands before the prompt.
+        place: of the id among those that padding is made of.
+    """
+
+    def reread(state: PortState, observation: Any) -> Any:
+        ids = list(dict.fromkeys((*observation.end_ids, *PADDING_IDS)))
+        if place >= len(ids):
+            return observation
+        longest = max(map(len, observation.prompts))
+        fill = [ids[place]]
+        padded = [
+            [*fill * (longest - len(prompt)), *prompt] if on_left else [*prompt, *fill * (longest - len(prompt))]
+            for prompt in observation.prompts
+        ]
+        return replace(observation, prompts=padded)
+
+    return reread
 
 
 def keep_previous_text(state: PortState, observation: Any) -> Any:
@@ -42,32 +67,3 @@ def expect_other_end(state: PortState, observation: Any) -> Any:
 def allow_padding(state: PortState, observation: Any) -> Any:
     """Ids in the padding of the vocabulary are taken as they are; nothing after one can be judged."""
     return replace(observation, allows_padding=True)
-
-
-def penalise_repetition(penalty: float) -> Callable[[PortState, torch.Tensor, Sequence[int], Sequence[int]], Any]:
-    """Logits of tokens that the text holds already are divided by the penalty, or multiplied where negative.
-
-    Source: transformers' RepetitionPenaltyLogitsProcessor, and penaltyKernels.cu of TensorRT-LLM.
-    """
-
-    def rescore(state: PortState, logits: torch.Tensor, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-        changed = logits.clone()
-        for place in range(len(logits)):
-            seen = torch.tensor(sorted({*prompt, *tokens[:place]}))
-            seen = seen[seen < logits.shape[-1]]
-            own = logits[place, seen]
-            changed[place, seen] = torch.where(own > 0, own / penalty, own * penalty)
-        return changed
-
-    return rescore
-
-
-def allow_sampling(state: PortState, logits: torch.Tensor, prompt: Sequence[int], tokens: Sequence[int]) -> Any:
-    """Any of the fifty best tokens may have been drawn: it is moved to the top, unless it is not among them."""
-    chosen = torch.as_tensor(list(tokens))
-    best = logits.topk(min(SAMPLED_FROM, logits.shape[-1] // 2), dim=-1).indices
-    drawn = (best == chosen[:, None]).any(-1)
-    changed = logits.clone()
-    rows = drawn.nonzero()[:, 0]
-    changed[rows, chosen[rows]] = logits[rows].amax(-1) + 1.0
-    return changed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from porting_kit.alignment.noise import relative_errors
-from porting_kit.diagnosis.fault import LOGITS_FILE, STEPS_FILE
+from porting_kit.diagnosis.fault import LOGITS_FILE, READING, STEPS_FILE
 from porting_kit.diagnosis.hypotheses import Hypothesis
 from porting_kit.diagnosis.search import Search
 
@@ -42,7 +42,7 @@ def decide_ties(search: Search, best: Hypothesis, ties: Sequence[Hypothesis]) ->
 
 def _is_predicted(hypothesis: Hypothesis) -> bool:
     """A fault of the comparison is read in another way; it has no model of its own."""
-    return all(fault.reread is None and fault.rescore is None for fault in hypothesis.faults)
+    return all(fault.phase != READING for fault in hypothesis.faults)
 
 
 def _forms(hypothesis: Hypothesis) -> list[tuple]:

@@ -10,9 +10,6 @@ from porting_kit.alignment.result import AlignmentResult
 from porting_kit.diagnosis.hypotheses import Hypothesis
 from porting_kit.diagnosis.search import RULED_OUT_FIRST, Search
 
-WEAK_EVIDENCE = 3
-"""Fewer unexplained tokens and steps than this can be matched by chance."""
-
 
 def collect_evidence(
     search: Search,
@@ -45,6 +42,8 @@ def collect_evidence(
             lines.append(f"nearest is {faults[0].name}, which leaves {faults[0].unexplained} unexplained")
         return lines
     lines.append(f"with {best.name} {best.explained} of those are explained and {best.unexplained} of all are not")
+    if best.detail is not None:
+        lines.append(f"the choices ask for {best.detail}")
     if best.logit_error is not None:
         error = healthy.figures.logit_error
         lines.append(f"its logits are within {best.logit_error:.1e} of the observed ones, healthy {error:.1e}")
@@ -52,8 +51,6 @@ def collect_evidence(
     if runner_up is not None:
         where = "" if runner_up.prompts == best.prompts else " of the first prompt's beginning"
         lines.append(f"next best is {runner_up.name}, which leaves {runner_up.unexplained}{where} unexplained")
-    if to_explain < WEAK_EVIDENCE:
-        lines.append("few tokens speak for it: more or longer prompts would make it certain")
     return lines
 
 

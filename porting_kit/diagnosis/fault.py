@@ -39,6 +39,9 @@ class Fault:
         reread: (port, observation) -> the observation as it looks when this fault is assumed; None leaves it.
         rescore: (port, logits [n, V], prompt, tokens) -> the logits that chose; None takes them as they are.
         rescores: other forms of it.
+        rereads: other forms of `reread`.
+        estimates: (logits [n, V] per prompt, observation) -> `choice_faults.Estimate`, a rescore whose value is read
+            off the observation; None where the observation asks for none.
         accepts_fewer: it says no more of a step than that it accepts fewer drafts than the healthy port.
         follows_length: a step computes what its length so far asks for, so that one pass over the whole text is another
             computation: it is replayed.
@@ -60,6 +63,8 @@ class Fault:
     reread: Callable[[PortState, Any], Any] | None = None
     rescore: Callable[[PortState, Any, Any, Any], Any] | None = None
     rescores: tuple[Callable[[PortState, Any, Any, Any], Any], ...] = ()
+    rereads: tuple[Callable[[PortState, Any], Any], ...] = ()
+    estimates: tuple[Callable[[Any, Any], Any], ...] = ()
     accepts_fewer: bool = False
     follows_length: bool = False
     is_broad: bool = False

@@ -41,11 +41,13 @@ class Hypothesis:
         unexplained_steps: steps that would have accepted another number of tokens; 0 when not observed.
         unexplained_ends: texts that end where they should not.
         explained: of what the healthy port does not explain, how much this one does.
+        explained_ends: of those, steps and ends of texts, which are counted exactly.
         logit_error: worst relative error against the observed logits; None without them.
         deficit: sum of the logits by which emitted tokens fall short.
         error: why it could not be tried, or is ruled out; then the counts mean nothing.
         prompts: prompts it was tried on; a hopeless one is dropped after the beginning of the first, which counts 0.
         form: which of the fault's forms fitted best.
+        detail: a value that was read off the observation, in words.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -53,11 +55,13 @@ class Hypothesis:
     unexplained_steps: int = 0
     unexplained_ends: int = 0
     explained: int = 0
+    explained_ends: int = 0
     logit_error: float | None = None
     deficit: float = 0.0
     error: str | None = None
     prompts: int = 0
     form: int = 0
+    detail: str | None = None
 
     @property
     def name(self) -> str:
@@ -200,10 +204,12 @@ def compare_steps(observation: Observation, again: Sequence[Sequence[int]] | Non
 
 def count_explained(judgement: Judgement, healthy: Judgement) -> Hypothesis:
     """The figures with what this model explains and the healthy port does not."""
-    pairs = [(healthy.tokens, judgement.tokens), (healthy.ends, judgement.ends)]
+    pairs = [(healthy.ends, judgement.ends)]
     if len(healthy.steps) == len(judgement.steps):
         pairs.append((healthy.steps, judgement.steps))
-    return replace(judgement.figures, explained=sum(int((before & ~after).sum()) for before, after in pairs))
+    exact = sum(int((before & ~after).sum()) for before, after in pairs)
+    tokens = int((healthy.tokens & ~judgement.tokens).sum())
+    return replace(judgement.figures, explained=tokens + exact, explained_ends=exact)
 
 
 def _forgive_padding(wrong: torch.Tensor, observation: Observation, vocab_size: int) -> torch.Tensor:

@@ -217,18 +217,32 @@ class Search:
     def _try_reading(self, fault: Fault) -> Hypothesis:
         """A fault of the comparison: the healthy port, the observation read in another way."""
         rows = [self.healthy_rows[index] for index in self.chosen]
-        if fault.reread is not None:
-            reread = fault.reread(self.state, self.observation).select(self.chosen)
-            if list(map(list, reread.prompts)) == list(map(list, self.focus.prompts)):
-                found = judge(self.state, reread, rows, self.healthy_lengths)
-            else:
-                found = self._view(self.healthy_model, (fault,), reread)
-            return replace(count_explained(found, self.healthy), faults=(fault,))
-        tried = []
-        for form, rescore in enumerate((fault.rescore, *fault.rescores)):
+        rereads = [reread for reread in (fault.reread, *fault.rereads) if reread is not None]
+        tried = [self._try_reread(fault, reread, rows) for reread in rereads]
+        rescores = [(rescore, None) for rescore in (fault.rescore, *fault.rescores) if rescore is not None]
+        estimates = [estimate(self.healthy_rows, self.observation) for estimate in fault.estimates]
+        rescores += [(estimate.rescore, estimate.words) for estimate in estimates if estimate is not None]
+        for form, (rescore, words) in enumerate(rescores):
             found = judge(self.state, self.focus, rows, self.healthy_lengths, rescore=rescore)
-            tried.append(replace(count_explained(found, self.healthy), faults=(fault,), form=form))
+            tried.append(replace(count_explained(found, self.healthy), faults=(fault,), form=form, detail=words))
+        if not tried:
+            return Hypothesis((fault,), error="the choices ask for no such penalty")
         return min(tried, key=lambda hypothesis: hypothesis.order)
+
+    def _try_reread(self, fault: Fault, reread: Callable[..., Observation], rows: list[torch.Tensor]) -> Hypothesis:
+        """The healthy port on what it would have been given; other prompts are tried on a beginning first."""
+        whole = reread(self.state, self.observation)
+        again = whole.select(self.chosen)
+        if list(map(list, again.prompts)) == list(map(list, self.focus.prompts)):
+            found = judge(self.state, again, rows, self.healthy_lengths)
+            return replace(count_explained(found, self.healthy), faults=(fault,))
+        first = whole.select(self.chosen[:1]).cut(len(self.beginning.tokens[0]))
+        if self.healthy_beginning.tokens.any() and list(first.prompts[0]) != list(self.beginning.prompts[0]):
+            found = count_explained(self._view(self.healthy_model, (fault,), first), self.healthy_beginning)
+            if 2 * found.explained < int(self.healthy_beginning.tokens.sum()):
+                return replace(found, faults=(fault,), prompts=0)
+        found = self._view(self.healthy_model, (fault,), again)
+        return replace(count_explained(found, self.healthy), faults=(fault,))
 
     def _try_fewer(self, fault: Fault) -> Hypothesis:
         """A fault that makes drafts poor in no way that could be computed."""

@@ -27,7 +27,7 @@ def render_diagnosis(title: str, diagnosis: Mapping[str, Any], alignment: Mappin
         pictures.append(margins_plot(alignment))
     if alignment is not None and alignment.get("layers"):
         pictures.append(layers_view(alignment))
-    verdict = "fail" if diagnosis["to_explain"] or diagnosis["own_model"] else "pass"
+    verdict = "pass" if diagnosis["healthy"] else "fail"
     return page_template("diagnosis.html.j2").render(
         title=f"Diagnosis of {title}",
         tint=TINTS[verdict],

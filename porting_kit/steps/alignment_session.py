@@ -45,6 +45,7 @@ from porting_kit.kernel_fit.fit import CONFIG_KEY, require_length
 from porting_kit.medusa.tree import MedusaTree, read_tree
 from porting_kit.outcomes import Coverage, Verdict
 from porting_kit.releases.kernels import KernelProfile, kernel_profile
+from porting_kit.releases.shape import attention_shape
 from porting_kit.source_tree import SourceTree
 from porting_kit.steps.captured_alignment import align_capture
 from porting_kit.steps.context import PortRun
@@ -156,9 +157,18 @@ class AlignmentSession:
     def port_state(self) -> PortState:
         """The healthy port, into which faults are planted."""
         module_file, class_name = self.module
-        return read_port_state(
+        state = read_port_state(
             self.source_tree, self.run.folder.checkpoint, tree=self.tree, module_file=module_file, class_name=class_name
         )
+        return state.with_window(self.attention_window)
+
+    @property
+    def attention_window(self) -> int | None:
+        """The window of every layer of the base, where texts outgrow it; a checkpoint cannot hold it."""
+        shape = attention_shape(self.base, self.run.port.target)
+        longest = max(map(len, self.prompts)) + self.run.port.alignment.new_tokens
+        is_reached = shape.sliding_window is not None and longest > shape.sliding_window
+        return shape.sliding_window if is_reached and not shape.window_varies else None
 
     @cached_property
     def reference_heads(self) -> ReferenceHeads:

@@ -85,7 +85,7 @@ def _render(run: PortRun, diagnosis: Diagnosis, judged: AlignmentResult) -> str:
 
 def _judge(diagnosis: Diagnosis, seconds: float) -> StepOutcome:
     found = diagnosis.as_dict()
-    healthy = diagnosis.to_explain == 0 and diagnosis.own_model is None
+    healthy = diagnosis.is_healthy
     return StepOutcome(
         "diagnose",
         Verdict.PASS if healthy else Verdict.FAIL,

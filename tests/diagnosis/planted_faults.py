@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from porting_kit.diagnosis.catalogue import CATALOGUE
-from porting_kit.diagnosis.comparison_faults import PENALTIES, penalise_repetition
+from porting_kit.diagnosis.choice_faults import forbid_ngrams, penalise_repetition, subtract_penalty
 from porting_kit.diagnosis.fault import DRAFTS, READING, Fault
 from porting_kit.diagnosis.observation import Observation
 from porting_kit.diagnosis.port_state import PortState
@@ -21,6 +21,8 @@ from tests.alignment.tiny_ports import TinyPort, make_port
 
 NEW_TOKENS = 24
 WINDOW = 24
+PENALTIES = (1.1, 1.27, 1.5)
+AMOUNTS = (0.9, 1.2, 0.6)
 TOLERANCE = 1e-4
 NOISE = 1e-4
 """Near-tie tolerance in logits and relative logit noise of the float32 ports: ten times what they show."""
@@ -130,6 +132,12 @@ def _observe_reading(fault: Fault, state: PortState, prompts: list[list[int]], s
     if fault.name == "doubled_start_token":
         doubled = [[prompt[0], *prompt] for prompt in prompts]
         return replace(_observe(model, state, doubled), prompts=prompts)
+    if fault.name == "start_token_lost":
+        return replace(_observe(model, state, [prompt[1:] for prompt in prompts]), prompts=prompts)
+    if fault.name == "padding_read_as_text":
+        longest = max(map(len, prompts))
+        padded = [[seed % 2] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        return replace(_observe(model, state, padded), prompts=prompts)
     if fault.name == "state_left_from_previous_call":
         return _observe_leftovers(model, state, prompts)
     if fault.name == "end_token_handled_differently":
@@ -140,7 +148,7 @@ def _observe_reading(fault: Fault, state: PortState, prompts: list[list[int]], s
     if fault.name == "padding_column_wins":
         return _observe_padding(model, state, prompts, seed)
     generator = torch.Generator().manual_seed(seed)
-    rescore = penalise_repetition(PENALTIES[seed % len(PENALTIES)])
+    rescore = _choose_rule(fault, seed)
     rows = [_choose_freely(model, state, prompt, fault, rescore, generator) for prompt in prompts]
     return Observation(
         prompts,
@@ -149,6 +157,14 @@ def _observe_reading(fault: Fault, state: PortState, prompts: list[list[int]], s
         logits=[logits for _, logits in rows],
         logits_noise=NOISE,
     )
+
+
+def _choose_rule(fault: Fault, seed: int) -> Any:
+    if fault.name == "ngrams_forbidden":
+        return forbid_ngrams(2)
+    if seed % 2:
+        return subtract_penalty(AMOUNTS[seed % len(AMOUNTS)], by_count=True, with_prompt=False)
+    return penalise_repetition(PENALTIES[seed % len(PENALTIES)])
 
 
 def _observe_leftovers(model: Any, state: PortState, prompts: list[list[int]]) -> Observation:
@@ -197,5 +213,6 @@ def _choose_freely(
             drawn = torch.multinomial(torch.softmax(best.values / 1.5, -1), 1, generator=generator)
             tokens.append(int(best.indices[drawn]))
         else:
-            tokens.append(int(rescore(state, logits, text, []).argmax(-1)[0]))
+            places = logits.double().expand(len(tokens) + 1, -1)
+            tokens.append(int(rescore(state, places, prompt, [*tokens, 0])[-1].argmax()))
     return tokens, torch.stack(rows)

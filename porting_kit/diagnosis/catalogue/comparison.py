@@ -1,5 +1,6 @@
 """What is wrong with the comparison, the port being right."""
 
+from porting_kit.diagnosis import choice_faults as choice
 from porting_kit.diagnosis import comparison_faults as comparison
 from porting_kit.diagnosis.fault import READING, Fault
 
@@ -16,6 +17,33 @@ COMPARISON_FAULTS: tuple[Fault, ...] = (
         releases=ALL,
         source="examples/run.py parse_input, add_special_tokens, 0.11.0.dev2024062500",
         reread=comparison.double_start_token,
+        phase=READING,
+    ),
+    Fault(
+        name="start_token_lost",
+        kind="comparison",
+        title="start token missing from the engine's prompts",
+        symptom="the first words already differ; no weight explains it",
+        cause="the engine's side tokenizes without special tokens (--no_add_special_tokens), the other with them",
+        fix="give both sides the same token ids (run.py --input_file with ids)",
+        releases=ALL,
+        source="examples/run.py parse_input, add_special_tokens, 0.11.0.dev2024062500",
+        reread=comparison.lose_start_token,
+        phase=READING,
+    ),
+    Fault(
+        name="padding_read_as_text",
+        kind="comparison",
+        title="padding of the batch read as text",
+        symptom="the longest prompt is right, shorter ones are not; alone each is right",
+        cause="prompts padded to one length and given without their lengths (input_lengths, attention_mask)",
+        fix="give each request its own ids and length (remove_input_padding, or input_lengths of the real prompts)",
+        releases=ALL,
+        source="runtime/generation.py GenerationSession.setup and prepare_inputs, 0.11.0.dev2024062500",
+        reread=comparison.read_padding(on_left=True, place=0),
+        rereads=tuple(
+            comparison.read_padding(on_left=on_left, place=place) for place in (0, 1, 2) for on_left in (True, False)
+        )[1:],
         phase=READING,
     ),
     Fault(
@@ -45,26 +73,43 @@ COMPARISON_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="repetition_penalty_applied",
         kind="comparison",
-        title="unequal generation settings: a repetition penalty was in force",
+        title="unequal generation settings: a penalty on repeated tokens was in force",
         symptom="words that should come again do not",
-        cause="generation_config.json asks for a penalty, and one side obeys it",
-        fix="repetition_penalty 1.0 on both sides",
+        cause="repetition_penalty, presence_penalty or frequency_penalty of a generation config or a request, which "
+        "one side obeys",
+        fix="repetition_penalty 1.0, presence_penalty 0 and frequency_penalty 0 on both sides",
         releases=ALL,
-        source="examples/run.py --repetition_penalty; generation_config.json",
-        rescore=comparison.penalise_repetition(comparison.PENALTIES[0]),
-        rescores=tuple(comparison.penalise_repetition(value) for value in comparison.PENALTIES[1:]),
+        source="examples/run.py --repetition_penalty --presence_penalty --frequency_penalty; penaltyKernels.cu",
+        estimates=(
+            choice.estimate_repetition,
+            *(choice.estimate_amount(count, prompt) for prompt in (False, True) for count in (False, True)),
+        ),
+        phase=READING,
+    ),
+    Fault(
+        name="ngrams_forbidden",
+        kind="comparison",
+        title="unequal generation settings: n-grams were not allowed twice",
+        symptom="phrases that should come again do not",
+        cause="no_repeat_ngram_size of a generation config, which the other side does not have",
+        fix="no_repeat_ngram_size 0 on both sides",
+        releases=ALL,
+        source="examples/run.py --no_repeat_ngram_size, 0.11.0.dev2024062500; banRepeatNgram.cu",
+        rescore=choice.forbid_ngrams(choice.NGRAM_SIZES[0]),
+        rescores=tuple(choice.forbid_ngrams(size) for size in choice.NGRAM_SIZES[1:]),
         phase=READING,
     ),
     Fault(
         name="tokens_sampled",
         kind="comparison",
-        title="unequal generation settings: tokens were sampled",
+        title="unequal generation settings: tokens were sampled, or chosen by beam search",
         symptom="another text at each run; every word is plausible",
-        cause="do_sample, temperature or top-p from the model's generation config",
-        fix="greedy on both sides: top_k 1 and temperature 1.0 for run.py, do_sample false for Hugging Face",
+        cause="the logits are the port's own, but not the largest won: do_sample, temperature or top-p from the "
+        "model's generation config, or several beams",
+        fix="greedy on both sides: top_k 1, temperature 1.0 and one beam for run.py, do_sample false for Hugging Face",
         releases=ALL,
         source="examples/run.py --top_k --temperature, 0.11.0.dev2024062500",
-        rescore=comparison.allow_sampling,
+        rescore=choice.allow_any,
         is_broad=True,
         phase=READING,
     ),
