@@ -210,5 +210,5 @@ def _helps(step: FitStep, gate: GateResult) -> bool:
         return True
     # What stands for ALiBi enlarges the head as well, and the room that truncation makes is for it.
     return (step.name in LONGEST_TOKENS and gate.name == "head size") or (
-        step.name in ("truncate_heads", "write_positions") and gate.name == "ALiBi"
+        step.name == "truncate_heads" and gate.name == "ALiBi"
     )

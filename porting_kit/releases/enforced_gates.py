@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from porting_kit.releases.facts import KernelLimits
 from porting_kit.releases.gate import KernelGate, enforced_gate
-from porting_kit.releases.shape import ALIBI_KINDS, ROPE_KINDS, AttentionShape, window_covers
+from porting_kit.releases.shape import ROPE_KINDS, AttentionShape, window_covers
 
 
 def _is_power_of_two(group: float) -> bool:
@@ -205,9 +205,7 @@ ENFORCED_GATES: tuple[KernelGate, ...] = (
         holds=lambda shape, limits: not _jit_kernel(shape, limits) or shape.position_kind in ROPE_KINDS,
         value=lambda shape: shape.position_kind,
         demand=lambda limits: "rotary, when the cache is fp8 on compute capability 90",
-        remedy="fold_alibi turns ALiBi into rotary positions; or keep the KV cache in the model's own type",
-        mended_by=("fold_alibi",),
-        mendable=lambda shape, limits: shape.position_kind in ALIBI_KINDS,
+        remedy="keep the KV cache in the model's own type: what stands for ALiBi is too coarse in an fp8 cache",
         source="decoderXQARunner.cpp and decoderXQAImplJIT supportConfigCommon of releases from April 2025 on",
     ),
     enforced_gate(

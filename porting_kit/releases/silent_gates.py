@@ -16,9 +16,9 @@ SILENT_GATES: tuple[KernelGate, ...] = (
         demand="no ALiBi: the kernel takes no slopes",
         effect="the context phase applies ALiBi, the generation phase does not: every token after the first comes "
         "from wrong attention, with no message",
-        remedy="fold_alibi expresses the bias as extra rotary dims, which the kernel does compute "
-        "(small measured error)",
-        mended_by=("fold_alibi",),
+        remedy="write_positions (bfloat16) puts slopes into queries and positions into keys, exactly; fold_alibi "
+        "expresses the bias as extra rotary dims (small measured error): the kernel computes both",
+        mended_by=("write_positions", "fold_alibi"),
         source="gptAttentionCommon.cpp 0.13.0.dev2024090300 (slopes set in xqaParams), xqaParams.h l.49-50 (not used "
         "by any kernel argument)",
     ),

@@ -13,7 +13,6 @@ Run `python -m tests.benchmarks.alibi_fit [--quick] [--json]`. Whole models: `al
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from typing import Any
@@ -26,6 +25,7 @@ from porting_kit.kernel_fit.alibi_line import alibi_slopes, fit_alibi, frequenci
 from porting_kit.kernel_fit.settings import DIGIT_BASE
 from porting_kit.kernel_fit.written_positions import slope_parts
 from tests.kernel_fit.attention_change import rotate_front
+from tests.kernel_fit.figures import write_figures
 
 NEAR_NATS = 20.0
 LENGTH, SIZE = 2048, 128
@@ -160,7 +160,7 @@ def main() -> None:
         ],
     }
     if options.json:
-        print(json.dumps(document, indent=1))
+        print(write_figures(document))
     else:
         print(*(format_rows(rows) for rows in document.values()), sep="\n\n")
 

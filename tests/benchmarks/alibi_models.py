@@ -20,7 +20,6 @@ Run `python -m tests.benchmarks.alibi_models [--quick] [--json] [--source TREE] 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 from dataclasses import dataclass, replace
@@ -43,6 +42,7 @@ from porting_kit.source_tree import SourceTree, open_source_tree
 from tests.benchmarks.alibi_fit import format_rows
 from tests.emulator.toy_models import ToySize, make_reference
 from tests.kernel_fit.attention_change import attention_weights, compare_attention, read_attention
+from tests.kernel_fit.figures import write_figures
 from tests.kernel_fit.fitted_models import random_tokens, shape_of, sharpen
 from tests.kernel_fit.trained_bloom import read_library_texts, train_bloom
 
@@ -164,7 +164,7 @@ def open_case(case: Case, length: int, source: str | None, device: str) -> Model
 
 
 def forget_rounding() -> None:
-    """Hugging Face rounds Falcon's ALiBi to bfloat16, which at 2,048 tokens is off by whole nats: keep it in float32."""
+    """Hugging Face rounds Falcon's ALiBi to bfloat16, off by up to a nat at 2,048 tokens: keep it in float32."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor as build_exactly
     from transformers.models.falcon import modeling_falcon
 
@@ -268,7 +268,7 @@ def open_trained(base: Path, device: str) -> tuple[Model, list[list[int]]]:
 
 
 def open_random() -> tuple[Model, list[list[int]]]:
-    """A random Bloom with Bloom-1b7's heads and more words than a head has dims: heads that use all directions alike."""
+    """A random Bloom with Bloom-1b7's heads and more words than a head has dims: heads use all directions alike."""
     size = ToySize(16 * 128, 2, 16, 16, vocab=RANDOM_VOCAB)
     reference = make_reference("bloom", size)
     with tempfile.TemporaryDirectory() as folder:
@@ -409,7 +409,7 @@ def main() -> None:
         (text,) = sample_prompts(mini.build("float32"), [[100]], sequences=1, length_tokens=192, seed=1)
         document["profile"] = measure_profile(mini, text)
     if options.json:
-        print(json.dumps(document, indent=1))
+        print(write_figures(document))
     else:
         print(*(format_rows(document[name]) for name in ("families", "trained") if document[name]), sep="\n\n")
 

@@ -52,6 +52,7 @@ from tests.emulator.kernel_accuracy import (
     tree_tensors,
     visible_rows,
 )
+from tests.kernel_fit.figures import write_figures
 from tests.kernel_fit.kernel_alibi import measure_alibi
 
 HEAD_SIZES, GROUPS, PASTS = (64, 128), (1, 3, 4, 7, 8), (41, 1500)
@@ -310,7 +311,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.recorded is not None:
         document["recorded"] = [measure_recorded(kernel, options.recorded)]
     if options.json:
-        print(json.dumps(document, indent=1))
+        print(write_figures(document))
         return 0
     print(kernel.build)
     for rows in (each for each in document.values() if isinstance(each, list)):

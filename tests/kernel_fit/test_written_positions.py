@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from porting_kit.errors import BaseModelError, ConversionError, PatchError, PortFileError
-from porting_kit.kernel_fit.alibi import ERROR_BOUND_NATS
-from porting_kit.kernel_fit.alibi_line import alibi_slopes
+from porting_kit.kernel_fit.alibi import ERROR_BOUND_NATS, wave_biases
+from porting_kit.kernel_fit.alibi_line import alibi_slopes, fit_alibi, frequencies
 from porting_kit.kernel_fit.plan import plan_fit
 from porting_kit.kernel_fit.position_source import write_position_source
 from porting_kit.kernel_fit.settings import DIGIT_BASE, LARGEST_DIGIT
@@ -22,6 +22,7 @@ from porting_kit.releases.kernels import kernel_profile
 from porting_kit.releases.shape import AttentionShape
 from tests.benchmarks.alibi_fit import measure_attention
 from tests.emulator.toy_models import ToySize
+from tests.kernel_fit.attention_change import rotate_front
 from tests.kernel_fit.fitted_models import RELEASE, context_error, fit_toy, tree_error
 
 SOURCES = [source for source in os.environ.get("TRTLLM_SOURCE", "").split(":") if source]
@@ -149,6 +150,23 @@ def test_what_cannot_be_written_is_refused(changed, wanted, problem):
     with pytest.raises(PortFileError) as raised:
         plan(dataclasses.replace(BLOOM_7B1, **changed), wanted)
     assert problem in raised.value.message
+
+
+@pytest.mark.parametrize("cache", ["fp8", "int8"])
+def test_a_cache_of_eight_bits_is_far_too_coarse_for_waves(cache):
+    fit = fit_alibi(alibi_slopes(16), 32, 2048)
+    keys = wave_biases(fit, 128, 16, "float16")[1].double()
+    angle = torch.arange(2048)[:, None].double() * torch.from_numpy(frequencies(fit.base, 32))
+    turned = rotate_front(keys[:, None].expand(-1, 2048, -1), angle)
+    if cache == "fp8":
+        rounded = turned.to(torch.float8_e4m3fn).double()
+    else:
+        step = turned.abs().max() / 127  # the best that one scale of the cache can do
+        rounded = (turned / step).round() * step
+    amplitude = torch.from_numpy(np.hypot(fit.cosine, fit.sine)) / keys[:, :32]
+    queries = torch.cat((amplitude, torch.zeros_like(amplitude)), 1)
+    error = ((rounded - turned) * queries[:, None]).sum(-1)
+    assert float(error.abs().max()) > 3 * ERROR_BOUND_NATS
 
 
 @pytest.mark.parametrize("cache", ["fp8", "int8"])

@@ -210,7 +210,7 @@ def test_a_fitted_shape_turns_refusals_and_silent_faults_into_mended():
     assert results["head size"].verdict == results["ALiBi"].verdict == "mended"
     assert results["head size"].value == "64 -> 128"
     assert results["head size"].mended_by == ("pad_head_size",)
-    assert results["ALiBi"].mended_by == ("fold_alibi",)
+    assert results["ALiBi"].mended_by == ("write_positions", "fold_alibi")
     assert results["mask"].verdict == "pass"
 
 
