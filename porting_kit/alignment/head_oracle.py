@@ -78,7 +78,7 @@ def read_reference_heads(heads: HeadTensors, reference: Reference) -> ReferenceH
         if heads.own_output:
             outputs.append(heads.read(f"{prefix}.lm_head.weight").to(**place))
         else:
-            outputs.append(reference.model.get_output_embeddings().weight.detach())
+            outputs.append(reference.output_matrix)
     return ReferenceHeads(tuple(layers), tuple(outputs))
 
 

@@ -120,15 +120,20 @@ class Reference:
     def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """What the output matrix reads at every token of each text, [S, E]: the input of Medusa heads."""
         seen: list[torch.Tensor] = []
-        handle = self.model.get_output_embeddings().register_forward_pre_hook(
-            lambda module, inputs: seen.append(inputs[0][0])
-        )
+        reader = find_projection(self.model) or self.model.get_output_embeddings()
+        handle = reader.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][0]))
         try:
             for text in texts:
                 self.run(text)
         finally:
             handle.remove()
         return seen
+
+    @property
+    def output_matrix(self) -> torch.Tensor:
+        """From `hidden_states` to logits, [V, E]."""
+        matrix, projection = self.model.get_output_embeddings().weight.detach(), find_projection(self.model)
+        return matrix if projection is None else matrix @ projection.weight.detach()
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
@@ -158,6 +163,15 @@ class Reference:
     def run(self, text: Sequence[int], *, use_cache: bool = False) -> Any:
         """One forward pass over one text: the model's own output, with its cache when asked for."""
         return self.model(input_ids=self._tokens(text), use_cache=use_cache)
+
+
+def find_projection(model: Any) -> Any | None:
+    """OPT-350m's projection of the last state to the width of its embeddings; None where a model has none.
+
+    A port multiplies it into the output matrix, so that Medusa heads read the state before it.
+    """
+    decoder = getattr(getattr(model, "model", None), "decoder", None)
+    return getattr(decoder, "project_out", None)
 
 
 def cached_keys(output: Any) -> dict[int, torch.Tensor]:

@@ -10,39 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from porting_kit.alignment.reference import Reference
-
 NUM_HEADS = 3
 RIDGE = 1e-2
-
-
-def find_projection(model: Any) -> Any | None:
-    """OPT's projection of the last state to the width of the embeddings; None where a model has none."""
-    decoder = getattr(getattr(model, "model", None), "decoder", None)
-    return getattr(decoder, "project_out", None)
-
-
-class ReferenceBeforeProjection(Reference):
-    """A reference whose Medusa heads read what goes into a module before the output matrix, not what comes out of it.
-
-    OPT-350m projects the last state to the width of its embeddings; a port multiplies that projection into the output
-    matrix, so that heads read the state before it.
-    """
-
-    def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[Any]:
-        """What the projection reads at every token of each text, [S, E]."""
-        import torch
-
-        seen: list[Any] = []
-        projection = find_projection(self.model)
-        handle = projection.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][0]))
-        try:
-            with torch.inference_mode():
-                for text in texts:
-                    self.run(text)
-        finally:
-            handle.remove()
-        return seen
 
 
 def write_fitted_heads(

@@ -26,7 +26,7 @@ from porting_kit.coverage.comparison import (
     draw_trees,
     list_tree_paths,
 )
-from porting_kit.coverage.heads import ReferenceBeforeProjection, find_projection, write_fitted_heads
+from porting_kit.coverage.heads import write_fitted_heads
 from porting_kit.coverage.planned import PlannedRow
 from porting_kit.coverage.positions import (
     compare_steps,
@@ -242,8 +242,6 @@ class TreeCoverage:
             folder = self.folder / f"model{len(self._models)}"
             save_reference(case, model, folder, hugging_face_class=planned.hugging_face_class)
             reference = reference_from_model(model)
-            if find_projection(model) is not None:
-                reference = ReferenceBeforeProjection(**vars(reference))
             self._models[key] = folder, reference
         folder, reference = self._models[key]
         return read_base_config(folder), folder, reference
@@ -309,12 +307,17 @@ def cover_tree(
         contextlib.closing(TreeCoverage(tree, Path(folder), dtype, shardings)) as coverage,
     ):
         for planned in planned_rows:
-            if planned.position_batch and dtype != "float32":
-                continue  # what the rows show does not depend on the dtype
+            if not is_measured(planned, dtype):
+                continue
             rows.append(coverage.measure_row(planned))
             if progress is not None:
                 progress(rows[-1])
     return tuple(rows)
+
+
+def is_measured(planned: PlannedRow, dtype: str) -> bool:
+    """Rows on single positions are left out in half precision: what they show does not depend on the dtype."""
+    return dtype == "float32" or not planned.position_batch
 
 
 def explain_no_case(arch: str) -> str:

@@ -213,7 +213,7 @@ def export_port_heads(run: PortRun, layout: str, out: Path, *, as_pickle: bool =
 
 
 def _base_matrix(run: PortRun) -> torch.Tensor:
-    return load_reference(run.port.base_path).model.get_output_embeddings().weight.detach()
+    return load_reference(run.port.base_path).output_matrix
 
 
 def format_check(result: HeadsCheckResult) -> str:

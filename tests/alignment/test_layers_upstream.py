@@ -7,14 +7,13 @@ import pytest
 from porting_kit.alignment.inherent import choose_differences, matched_to_library
 from porting_kit.alignment.layer_parts import pair_modules
 from porting_kit.alignment.layers import compare_layers
-from porting_kit.alignment.reference import reference_from_model
+from porting_kit.alignment.reference import find_projection, reference_from_model
 from porting_kit.architectures.base_config import read_base_config
 from porting_kit.conversion.convert import checkpoint_tensors
 from porting_kit.conversion.plan import plan_conversion
 from porting_kit.conversion.planned import plan_scalars
 from porting_kit.conversion.tensor_source import open_tensor_source
 from porting_kit.coverage.comparison import compare_context, draw_prompts
-from porting_kit.coverage.heads import find_projection
 from porting_kit.coverage.matrix import RowRefused, is_before, require_expressible
 from porting_kit.coverage.planned import plan_rows
 from porting_kit.coverage.reference_models import make_reference, save_reference

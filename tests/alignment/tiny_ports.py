@@ -57,6 +57,24 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_act": "gelu",
         },
     ),
+    # Not among the bundled definitions: these need a source tree.
+    "gpt2": ("GPT2", {**BLOOM_LIKE, "n_embd": 64, "n_head": 4, "n_positions": 512}),
+    "gptj": ("GPTJ", {**BLOOM_LIKE, "n_embd": 64, "n_head": 4, "n_positions": 512, "rotary_dim": 8}),
+    "opt": (
+        "OPT",
+        {
+            **SIZES,
+            "hidden_size": 64,
+            "word_embed_proj_dim": 64,
+            "num_attention_heads": 4,
+            "ffn_dim": 128,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon": ("Falcon", {**SIZES, "hidden_size": 64, "num_attention_heads": 4, "tie_word_embeddings": False}),
+    "gemma": ("Gemma", {**LLAMA_LIKE, "head_dim": 16, "tie_word_embeddings": True}),
+    "phi": ("Phi", {**LLAMA_LIKE, "num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
 }
 
 

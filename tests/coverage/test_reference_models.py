@@ -73,15 +73,13 @@ def test_fitted_heads_say_the_tokens_they_were_fitted_to(tmp_path):
 
 def test_heads_read_the_state_before_a_projection():
     """OPT-350m: embeddings are narrower than the layers, and a port has no projection between them."""
-    from porting_kit.alignment.reference import reference_from_model
-    from porting_kit.coverage.heads import ReferenceBeforeProjection, find_projection
+    from porting_kit.alignment.reference import find_projection, reference_from_model
 
     case = BY_NAME["opt, projection in and out"]
     model = make_reference(case)
-    plain = reference_from_model(model)
-    (narrow,), (wide,) = (
-        reference.hidden_states([[3, 4, 5]]) for reference in (plain, ReferenceBeforeProjection(**vars(plain)))
-    )
-    assert (narrow.shape[-1], wide.shape[-1]) == (case.size.hidden_size // 2, case.size.hidden_size)
-    assert torch.allclose(find_projection(model)(wide), narrow)
+    reference = reference_from_model(model)
+    (wide,), (logits,) = reference.hidden_states([[3, 4, 5]]), reference.logits([[3, 4, 5]])
+    assert wide.shape[-1] == case.size.hidden_size == 2 * model.get_output_embeddings().weight.shape[1]
+    assert torch.allclose(wide @ reference.output_matrix.T, logits, atol=1e-5)
     assert find_projection(make_reference(BY_NAME["opt, norms before"])) is None
+
