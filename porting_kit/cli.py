@@ -245,6 +245,7 @@ def coverage(
     part: Annotated[
         str, typer.Option("--part", help="K/N: only the K-th of N parts of the rows, for N processes.")
     ] = "1/1",
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes that share the rows.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Patch, run and compare every decoder of a tree with Hugging Face. Runs the tree's code: trust it."""
@@ -261,6 +262,7 @@ def coverage(
             tp_sizes=tp or (),
             pp_sizes=pp or (),
             part=part,
+            jobs=jobs,
             progress=say,
         ),
         format_coverage,

@@ -161,6 +161,10 @@ class Emulator:
         self.namespace.network.plugin_config.gpt_attention_plugin = config["dtype"]
         self.namespace.network.plugin_config.moe_plugin = config["dtype"]
         module = (model_class or default_class)(own_config)
+        if getattr(own_config, "use_parallel_embedding", False) and hasattr(utils, "load_model"):
+            # Before 0.11 it is load_model, not the class, that splits the embedding (0.10.0.dev2024043000). What it
+            # shares it would hold once; the checkpoint holds it twice, and both are loaded here.
+            module = utils.optimize_model(module, use_parallel_embedding=True)
         self._load(module, tensors, torch_dtype, is_cast=dtype is not None)
         return EmulatedModel(
             self.namespace,

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from porting_kit.coverage.matrix import cover_tree
+from porting_kit.coverage.matrix import cover_tree, is_measured
 from porting_kit.coverage.origin import TreeOrigin, read_origin
 from porting_kit.coverage.planned import plan_rows
 from porting_kit.coverage.precision import BOUND, DTYPES
+from porting_kit.coverage.processes import cover_in_processes
 from porting_kit.coverage.row import Row, count_rows, count_sharded
 from porting_kit.coverage.sharded import Sharding
 from porting_kit.errors import PortFileError
@@ -69,6 +70,7 @@ def check_coverage(
     tp_sizes: Sequence[int] = (),
     pp_sizes: Sequence[int] = (),
     part: str = "1/1",
+    jobs: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> CoverageResult:
     """Patch, run and compare every decoder of a tree.
@@ -79,6 +81,7 @@ def check_coverage(
         dtype: of the checkpoints: float32, float16 or bfloat16.
         tp_sizes, pp_sizes: run every aligned row also on so many tensor-parallel, and on so many pipeline ranks.
         part: "2/4" is the second of four parts of the rows, for as many processes; the coverage page joins them.
+        jobs: processes to share the rows.
         progress: called with one line for each finished row.
 
     Raises:
@@ -93,13 +96,25 @@ def check_coverage(
         raise PortFileError("not a number of ranks", expected=f"2 to {MAX_RANKS}", found=wrong, where="--tp, --pp")
     started = time.perf_counter()
     tree = open_source_tree(source)
-    planned = plan_rows(tree, architectures)[_read_part(part)]
+    numbered = list(enumerate(plan_rows(tree, architectures)))[_read_part(part)]
+    planned = {number: row for number, row in numbered if is_measured(row, dtype)}
 
     def report(row: Row) -> None:
         if progress is not None:
             progress(format_row(row))
 
-    rows = cover_tree(tree, planned, report, dtype, shardings)
+    if jobs > 1:
+        rows = cover_in_processes(
+            source,
+            list(planned),
+            jobs,
+            architectures=architectures,
+            dtype=dtype,
+            shardings=shardings,
+            progress=report,
+        )
+    else:
+        rows = cover_tree(tree, planned.values(), report, dtype, shardings)
     counts, sharded = count_rows(rows), count_sharded(rows)
     failed = counts["failed"] + sum(each["failed"] for each in sharded.values())
     outcome = StepOutcome(
