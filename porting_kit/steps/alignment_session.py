@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -279,9 +279,7 @@ class AlignmentSession:
     def _explain_own_model(self, diagnosis: Diagnosis, result: AlignmentResult) -> Diagnosis:
         """The same with the change that would make the port its base again, where one is known."""
         texts = [[*prompt, *text.tokens] for prompt, text in zip(result.prompts, result.texts, strict=True)]
-        shown = {difference.name for difference in result.inherent if difference.applies}
-        applying = [item for item in self.base.definition.differences if item.name in shown]
-        with matched_to_library(self.reference, applying):
+        with self._matched(result):
             base_logits = self.reference.logits(texts)
         bound = ERROR_FACTOR * result.noise.relative_error
         found = find_correction(self.port_state, base_logits, texts, bound, self.base.sliding_window)
@@ -295,15 +293,23 @@ class AlignmentSession:
         if self.run.port.engine == "captured":
             return None
         place = max(range(len(self.prompts)), key=lambda index: len(self.prompts[index]))
-        return compare_layers(
-            self.model,
-            self.reference,
-            pair_modules(self.plan.tensors, self.reference),
-            self.prompts[place],
-            result.texts[place].tokens,
-            dims=self.plan.dims,
-            scalars=plan_scalars(self.plan),
-            noise_dtype=self.model.dtype,
+        with self._matched(result):
+            return compare_layers(
+                self.model,
+                self.reference,
+                pair_modules(self.plan.tensors, self.reference),
+                self.prompts[place],
+                result.texts[place].tokens,
+                dims=self.plan.dims,
+                scalars=plan_scalars(self.plan),
+                noise_dtype=self.model.dtype,
+            )
+
+    def _matched(self, result: AlignmentResult) -> AbstractContextManager[None]:
+        """The base with the differences that the library makes anyway, so that what is left is the port's."""
+        shown = {difference.name for difference in result.inherent if difference.applies}
+        return matched_to_library(
+            self.reference, [item for item in self.base.definition.differences if item.name in shown]
         )
 
     def write_tokens(self, path: Path, result: AlignmentResult) -> None:
