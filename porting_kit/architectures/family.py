@@ -139,6 +139,8 @@ class Difference:
         effect: what differs and by how much it was measured.
         source: upstream file and release.
         releases: which releases show it.
+        before: the first release without it, where later ones are right: then it is a fault of the release.
+        position_kind: only models with these positions show it; all when None.
         reference: config change that makes the Hugging Face reference compute what TensorRT-LLM computes, if one does.
     """
 
@@ -146,6 +148,8 @@ class Difference:
     effect: str
     source: str
     releases: str = "all"
+    before: str | None = None
+    position_kind: str | None = None
     reference: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -14,6 +14,7 @@ from porting_kit.architectures.rope import ROPE_KINDS
 
 if TYPE_CHECKING:
     from porting_kit.architectures.base_config import BaseConfig
+    from porting_kit.architectures.family import Difference
 
 
 @dataclass(frozen=True)
@@ -47,3 +48,20 @@ def find_unmet_needs(base: BaseConfig, release: str | None, tp_size: int = 1) ->
         if release_key(first) <= asked < release_key(sound):
             needs.append(Need(f"{base.architecture} ({why})", sound))
     return tuple(need for need in needs if need.since is None or asked < release_key(need.since))
+
+
+def find_release_faults(base: BaseConfig, release: str | None) -> tuple[Difference, ...]:
+    """What a release's model class computes wrongly for this base, where a later release is right.
+
+    A release text that is not a version number has none.
+    """
+    asked = None if release is None else release_key(release)
+    if asked is None:
+        return ()
+    return tuple(
+        difference
+        for difference in base.definition.differences
+        if difference.before is not None
+        and asked < release_key(difference.before)
+        and difference.position_kind in (None, base.position_kind)
+    )

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from porting_kit.architectures.base_config import BaseConfig, read_base_config
-from porting_kit.architectures.release_needs import find_unmet_needs
+from porting_kit.architectures.release_needs import find_release_faults, find_unmet_needs
 from porting_kit.conversion.config_fields import build_config
 from porting_kit.errors import BaseModelError
 from porting_kit.kernel_fit.plan import FitPlan, plan_fit
@@ -49,8 +49,8 @@ where that is shorter). The configurations are in
   model definition for it.
 
 What the page does not know: whether a truncation of 128-dim heads stays within its bound (that takes the weights);
-where a release's model code differs from Hugging Face by itself, such as Phi-3's long-rope factor in 0.11
-([Coverage](coverage.md) lists those); and anything about tokens. `porting-kit align` checks all three.
+and anything about tokens. `porting-kit align` checks both. Where a release's model code itself differs from Hugging
+Face, the faults that a later release mended are counted here; [Coverage](coverage.md) lists all.
 
 This page is generated: `python -m porting_kit.kernel_fit.model_table`.
 """
@@ -90,6 +90,10 @@ def judge_model(base: BaseConfig, release: str) -> Cell:
     gate = position_gate(position_kind=base.position_kind, rope_scaling=base.rope_scaling, facts=facts, release=release)
     if gate.verdict != "pass":
         return _refuse(str(gate.effect))
+    faults = find_release_faults(base, release)
+    if faults:
+        fault = faults[0]
+        return Cell(SILENT, SILENT, f"{fault.name}: {fault.effect}; right from {fault.before} on")
     dtype = base.dtype if base.dtype in ("float16", "bfloat16") else "float16"
     length = min(limit for limit in (base.max_positions, base.sliding_window, LONGEST_TOKENS) if limit)
     target = SimpleNamespace(kv_cache_type="auto", max_seq_len=length, tokens_per_block=64, compute_capability="9.0")

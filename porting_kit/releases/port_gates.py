@@ -6,6 +6,7 @@ Pure functions on numbers; each returns a `GateResult`. Sizes of memory and disk
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from porting_kit.releases.facts import ReleaseFacts
 from porting_kit.releases.kernels import GateResult
@@ -295,6 +296,24 @@ def batch_gate(*, max_batch_size: int, release: str, facts: ReleaseFacts) -> Gat
         "to end in illegal memory access",
         remedy="check batch 1, 2 and the largest with unequal prompts, or use 0.11 or later",
         source=source,
+    )
+
+
+def model_class_gate(fault: Any, release: str) -> GateResult:
+    """A fault of the release's own model class for this base, mended in a later release.
+
+    Args:
+        fault: a `Difference` of the family: name, effect, the first release `before` which it shows, source.
+        release: the target.
+    """
+    return GateResult(
+        "model class",
+        f"{fault.name} in {release}",
+        "silent",
+        "a class that computes what the base does",
+        effect=fault.effect,
+        remedy=f"use {fault.before} or later",
+        source=fault.source,
     )
 
 

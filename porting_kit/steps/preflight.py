@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from porting_kit.architectures.base_config import BaseConfig, read_base_config
+from porting_kit.architectures.release_needs import find_release_faults
 from porting_kit.conversion.base_checkpoint import plan_joining
 from porting_kit.conversion.config_fields import FieldRow, build_config
 from porting_kit.conversion.heads import HeadSet, read_head_set
@@ -31,6 +32,7 @@ from porting_kit.releases.port_gates import (
     batch_gate,
     dtype_gate,
     length_gate,
+    model_class_gate,
     pipeline_parallel_gate,
     position_gate,
     tensor_parallel_gate,
@@ -276,13 +278,11 @@ def _port_gates(
         facts = find_release_facts(profile.release)
         gates += [
             position_gate(
-                position_kind=base.position_kind,
-                rope_scaling=base.rope_scaling,
-                facts=facts,
-                release=profile.release,
+                position_kind=base.position_kind, rope_scaling=base.rope_scaling, facts=facts, release=profile.release
             ),
             batch_gate(max_batch_size=target.max_batch_size, release=profile.release, facts=facts),
         ]
+        gates += [model_class_gate(fault, profile.release) for fault in find_release_faults(base, profile.release)]
     return tuple(gates)
 
 

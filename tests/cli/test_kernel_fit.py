@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from porting_kit.architectures.releases import release_key
+from porting_kit.source_tree import open_source_tree
 from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.context import open_port_run
 from tests.alignment.tiny_ports import make_base
@@ -16,6 +19,7 @@ from tests.benchmarks.xqa import write_port
 from tests.cli.conftest import PortFolder, make_heads
 from tests.cli.test_commands import call
 from tests.emulator.test_xqa import make_kernel
+from tests.emulator.toy_models import make_reference
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the message for a machine without a GPU")
@@ -52,6 +56,7 @@ def test_files_of_an_engine_need_no_kernel_here(port: PortFolder, tmp_path):
 
 
 BUG_REPORT = "0.11.0.dev2024062500"
+SOURCES = [source for source in os.environ.get("TRTLLM_SOURCE", "").split(":") if source]
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +130,24 @@ def test_a_card_that_no_release_has_a_kernel_for_is_refused(bloom_of_64: Path):
         "target.compute_capability=7.3",
     )
     assert (code, document["verdict"], document["failing_gate"]) == (1, "refused", "compute capability")
+
+
+@pytest.mark.upstream
+@pytest.mark.skipif(not SOURCES, reason="TRTLLM_SOURCE names no TensorRT-LLM checkout")
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_fault_of_the_releases_own_class_fails_preflight(source: str, port: PortFolder):
+    release = release_key(open_source_tree(source).release)
+    if release < release_key("0.11.0.dev2024060400"):
+        pytest.skip("this tree has no Phi-3 with two tables of frequencies")
+    make_reference("phi3-long").save_pretrained(port.root / "phi3")
+    port.edit_port(base="phi3", trtllm=source)
+    save_file(make_heads(hidden=64), port.heads_file)
+    lengths = ("-p", "target.max_seq_len=128", "-p", "target.max_input_len=64")
+    _, document, stderr = call("preflight", port.file, *lengths)
+    assert document.get("gates"), stderr
+    verdicts = {gate["name"]: (gate["verdict"], gate["remedy"]) for gate in document["gates"]}
+    wrong = ("silent", "use 0.12.0.dev2024070200 or later")
+    assert verdicts.get("model class") == (wrong if release < release_key("0.12.0.dev2024070200") else None)
 
 
 def test_a_config_that_contradicts_its_tensors_is_exit_2(port: PortFolder):

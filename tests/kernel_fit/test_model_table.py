@@ -40,6 +40,9 @@ def root_folder():
         ("pythia-1b", "1.2.0", "refused", (), 1),
         ("gemma-2-27b", "0.14.0.dev2024100800", "silent", (), 1),
         ("llama-3.1-8b", BUG_REPORT, "refused", (), 1),
+        ("phi-3-mini-128k", BUG_REPORT, "silent", (), 1),
+        ("phi-3-mini-128k", "0.14.0.dev2024100800", "fit", ("pad_head_size",), 1.3333333333333333),
+        ("phi-3-mini-4k", BUG_REPORT, "fit", ("pad_head_size",), 1.3333333333333333),
     ],
 )
 def test_key_cells(bases, model, release, kind, transforms, growth):
@@ -55,6 +58,7 @@ def test_key_cells(bases, model, release, kind, transforms, growth):
         ("gemma-2-27b", "1.2.0", "soft-cap"),
         ("gemma-2-9b", BUG_REPORT, "0.12.0"),
         ("llama-3.1-8b", BUG_REPORT, "llama3"),
+        ("phi-3-mini-128k", BUG_REPORT, "sqrt(1 + ln s / ln L)"),
     ],
 )
 def test_a_refusal_says_why(bases, model, release, words):

@@ -11,6 +11,7 @@ from porting_kit.releases.port_gates import (
     dtype_gate,
     length_gate,
     max_num_tokens_gate,
+    model_class_gate,
     pipeline_parallel_gate,
     position_gate,
     tensor_parallel_gate,
@@ -112,6 +113,12 @@ def test_lengths():
     assert verdict(max_seq_len=2049, position_kind="learned_absolute") == "refused"
     assert verdict(max_seq_len=4096, scaling_factor=2.0) == "pass"
     assert verdict(max_input_len=2048) == "refused"
+
+
+def test_a_fault_of_the_model_class_is_silent_and_names_the_release_without_it():
+    fault = SimpleNamespace(name="a factor", effect="is lost", before="0.12.0", source="model.py")
+    gate = model_class_gate(fault, "0.11.0")
+    assert (gate.verdict, gate.remedy) == ("silent", "use 0.12.0 or later")
 
 
 def test_tokens_of_one_step():

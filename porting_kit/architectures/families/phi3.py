@@ -63,6 +63,8 @@ FAMILY = Family(
             "0.11 multiplies by 1.0 where Hugging Face uses sqrt(1 + ln s / ln L): 0.17 of the largest logit",
             MODEL,
             releases="< 0.12",
+            before="0.12.0.dev2024070200",
+            position_kind="long_rope",
         ),
     ),
     first_release="0.10.0.dev2024050700",
