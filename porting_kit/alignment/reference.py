@@ -56,6 +56,9 @@ class LogitsSource(Protocol):
         """float [S, V] per text, padding columns removed."""
 
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
 @dataclass(frozen=True)
 class GenerationSettings:
     """The settings that both sides of a comparison run with.
@@ -128,6 +131,13 @@ class Reference:
         finally:
             handle.remove()
         return seen
+
+    @property
+    def chooses_experts(self) -> bool:
+        """Whether some of its layers send each token to a few experts only."""
+        config = self.model.config.get_text_config()
+        holders = (config, getattr(config, "ffn_config", None))
+        return any((getattr(holder, name, None) or 0) > 1 for holder in holders for name in EXPERT_COUNTS)
 
     @property
     def output_matrix(self) -> torch.Tensor:

@@ -105,7 +105,7 @@ def align_port_outputs(
             predicted = predict_acceptance(reference, heads, tree, prompts, main.tokens, model.dtype)
     gates = [
         judge_tokens(judged[main.name], FITTED_BASE if fit else BASE),
-        judge_logits(noise, None if fit else context_error, tree_error),
+        judge_logits(noise, None if fit else context_error, tree_error, chooses_experts=reference.chooses_experts),
         *compare_all(runs, judged),
         *judge_heads(predicted, main.accepted_lengths, is_fitted=fit is not None),
         *judge_fit(fit),

@@ -78,7 +78,7 @@ def align_capture(session: AlignmentSession, capture: CaptureFile) -> AlignmentR
         gates += judge_heads(predicted, accepted, is_fitted=fitted is not None)
     logits, error = _compare_logits(capture, fitted or reference, emitted)
     if error is not None:
-        gates.append(judge_logits(result.noise, None, error))
+        gates.append(judge_logits(result.noise, None, error, chooses_experts=reference.chooses_experts))
     gates.append(_runs_gate(capture))
     tokens_per_step = _tokens_per_step(capture, emitted, accepted)
     return replace(

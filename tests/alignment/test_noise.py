@@ -1,8 +1,11 @@
 """The near-tie tolerance comes from the model at hand; false alarms and misses are measured."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from porting_kit.alignment.gates import judge_logits
 from porting_kit.alignment.inherent import matched_to_library
 from porting_kit.alignment.noise import SAFETY, compare_logits, measure_noise, relative_error
 from porting_kit.alignment.oracle import Status, judge_texts
@@ -98,3 +101,17 @@ def test_broken_logits_are_refused():
     broken = torch.tensor([[1.0, torch.inf]])
     with pytest.raises(BaseModelError, match="non-finite logits"):
         compare_logits([broken], [broken], "float16")
+
+
+@pytest.mark.parametrize(("dtype", "chooses", "error", "said"), [
+    ("float16", True, 0.5, True),
+    ("float16", False, 0.5, False),
+    ("float16", True, 0.0, False),
+    ("float32", True, 0.5, False),
+])  # fmt: skip
+def test_a_failure_that_routing_may_explain_says_how_to_tell(dtype, chooses, error, said):
+    noise = compare_logits([torch.randn(4, 9)], [torch.randn(4, 9) * 0.01], dtype)
+    noise = replace(noise, relative_error=1e-3)
+    gate = judge_logits(noise, error, error, chooses_experts=chooses)
+    assert gate.passed == (error == 0)
+    assert ("routed otherwise" in gate.detail) == said

@@ -203,3 +203,8 @@ def test_experts_are_computed_in_every_dtype_that_noise_is_measured_in():
         (exact,) = reference.logits([[5, 6, 7, 8]])
     assert exact.dtype is torch.float64
     assert 0 < (exact - oracle).abs().max() < 1e-4
+    assert reference.chooses_experts
+
+
+def test_a_dense_base_chooses_no_experts(folder):
+    assert not load_reference(folder).chooses_experts
