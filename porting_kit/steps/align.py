@@ -139,7 +139,7 @@ def _judge(alignment: Any, session: AlignmentSession) -> StepOutcome:
     figures["next_step"] = cause.get("fix")
     summary = alignment.summary
     if cause.get("name"):
-        summary = f"{summary} Cause: {cause['name']}."
+        summary = f"{summary.rstrip('.')}. Cause: {cause['name']}."
     return StepOutcome(
         "align",
         alignment.verdict,
