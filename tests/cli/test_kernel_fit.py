@@ -132,6 +132,21 @@ def test_a_card_that_no_release_has_a_kernel_for_is_refused(bloom_of_64: Path):
     assert (code, document["verdict"], document["failing_gate"]) == (1, "refused", "compute capability")
 
 
+@pytest.mark.parametrize(("length", "verdict"), [(128, "silent"), (48, None)])
+def test_a_window_is_met_without_a_release_too(length: int, verdict: str | None, port: PortFolder):
+    base = port.root / "mistral"
+    make_reference("mistral").save_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "sliding_window": 48}))
+    port.edit_port(base="mistral")
+    save_file(make_heads(hidden=64), port.heads_file)
+    lengths = ("-p", f"target.max_seq_len={length}", "-p", "target.max_input_len=32")
+    code, document, stderr = call("preflight", port.file, *lengths)
+    assert document.get("gates"), stderr
+    found = {gate["name"]: gate["verdict"] for gate in document["gates"]}
+    assert (found.get("sliding window"), code) == (verdict, 1 if verdict else 0)
+
+
 @pytest.mark.upstream
 @pytest.mark.skipif(not SOURCES, reason="TRTLLM_SOURCE names no TensorRT-LLM checkout")
 @pytest.mark.parametrize("source", SOURCES)

@@ -161,3 +161,18 @@ def test_fitting_twice_is_refused(case):
     model, _ = case
     with pytest.raises(CheckpointError, match="fitted already"):
         apply_fit(model.plan, model.fitted.config, model.fitted.tensors)
+
+
+def test_zero_heads_in_the_wrong_place_would_be_seen(case):
+    model, _ = case
+    if "pad_query_groups" not in model.plan.names:
+        pytest.skip("no group is padded here")
+    name = "transformer.layers.0.attention.qkv.weight"
+    heads, size = model.fitted.config["num_attention_heads"], model.fitted.config["head_size"]
+    rows = model.fitted.tensors[name][: heads * size]
+    kept = rows.clone()
+    rows.copy_(kept.view(heads, size, -1).roll(1, 0).flatten(0, 1))
+    try:
+        assert context_error(model, model.emulate()) > 100 * TOLERANCE
+    finally:
+        rows.copy_(kept)

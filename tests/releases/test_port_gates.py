@@ -17,6 +17,7 @@ from porting_kit.releases.port_gates import (
     tensor_parallel_gate,
     tree_gate,
     vocabulary_gate,
+    window_gate,
 )
 from porting_kit.releases.resources import (
     GIB,
@@ -113,6 +114,11 @@ def test_lengths():
     assert verdict(max_seq_len=2049, position_kind="learned_absolute") == "refused"
     assert verdict(max_seq_len=4096, scaling_factor=2.0) == "pass"
     assert verdict(max_input_len=2048) == "refused"
+
+
+def test_a_window_that_sequences_outgrow_is_silent():
+    gate = window_gate(window=512, max_seq_len=2048)
+    assert (gate.verdict, gate.remedy) == ("silent", "set max_seq_len to 512 or less")
 
 
 def test_a_fault_of_the_model_class_is_silent_and_names_the_release_without_it():
