@@ -18,6 +18,7 @@ from porting_kit.coverage.tables import (
     largest_error,
     merge_documents,
     ranks_table,
+    single_files_table,
 )
 from porting_kit.errors import PortFileError
 from porting_kit.run_folder import read_json
@@ -31,25 +32,29 @@ Each row is one variant of a model family: a small random Hugging Face model, co
 Medusa heads, and run in float32 by the tree's own Python code on the emulator, before and after the patch. A row is
 **aligned** when the logits of every prompt token, of every node of a tree and of every head are within {bound:g} of
 Hugging Face, relative to the largest logit, and Medusa's tokens are the base's greedy tokens. Differences by design are
-set equal in the reference and named below.
+set equal in the reference and named below. Half precision and several ranks have sections of their own.
 
 Covered: {covered}. Not covered: {not_covered}.
 
-This page is generated: `porting-kit coverage --source TREE --json > FILE.json` for each tree, then
-`python -m porting_kit.coverage.page FILE.json ...`.
+This page is generated: `porting-kit coverage --source TREE --tp 2 --tp 4 --pp 2 --json > FILE.json` for each tree, the
+same with `--dtype float16` and `--dtype bfloat16`, then `python -m porting_kit.coverage.page FILE.json ...`. A tree may
+be measured in parts (`--part`, `--arch`); the first file that has a row counts.
 """
 
 
 def load_documents(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """The documents in order of release.
+    """The documents of trees in order of release, and those of single files behind them.
 
     Raises:
         PortFileError: a file is no document of the coverage command, or none is in float32.
     """
-    documents = []
+    documents, single = [], []
     for file in files:
         try:
             document = read_json(file)
+            if isinstance(document, dict) and isinstance(document.get("single_files"), list):
+                single.append(document)
+                continue
             complete = isinstance(document["rows"], list) and document["tree"] and document["date"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _not_a_document(file, f"{type(error).__name__}: {error}") from error
@@ -58,11 +63,14 @@ def load_documents(files: Sequence[Path]) -> list[dict[str, Any]]:
         documents.append(document)
     if all(document["figures"]["dtype"] != "float32" for document in documents):
         raise _not_a_document(files[0], "rows in half precision only; the page's matrix shows float32")
-    return sorted(merge_documents(documents), key=lambda document: release_key(document["release"]) or (0, 0, 0, 0, 0))
+    order = sorted(merge_documents(documents), key=lambda document: release_key(document["release"]) or (0, 0, 0, 0, 0))
+    return order + single
 
 
 def write_page(documents: Sequence[dict[str, Any]]) -> str:
     """The whole page as Markdown; the matrix shows the rows in float32."""
+    single = [document for document in documents if "single_files" in document]
+    documents = [document for document in documents if document not in single]
     halves = [document for document in documents if document["figures"]["dtype"] != "float32"]
     every, documents = documents, [document for document in documents if document not in halves]
     first = documents[0]
@@ -72,7 +80,8 @@ def write_page(documents: Sequence[dict[str, Any]]) -> str:
     reasons = _collect_reasons(documents)
     sections = [
         head,
-        "## Trees\n\n" + _trees_table(documents) + "\n\nWall seconds include what else the machine did at the time.",
+        "## Trees\n\n" + _trees_table(documents) + "\n\nWall seconds are summed over the parts of a tree, "
+        "and include what else the machine did at the time.",
         "## Architectures\n\n"
         "A figure is the larger of the context's and the tree's error. `p`: the source was patched; `a`: it accepts a\n"
         "tree already. R1, R2, ...: refused, F1, ...: failed, with the reason below. A dash: not in this tree.\n\n"
@@ -85,6 +94,9 @@ def write_page(documents: Sequence[dict[str, Any]]) -> str:
         "Every aligned row once more, its checkpoint cut for tensor-parallel (tp) or pipeline (pp) ranks, each rank a\n"
         "process, joined by torch.distributed (gloo). All ranks must say the same, within the bounds above.\n\n"
         + ranks_table(every),
+        "## Single files\n\n"
+        "Model definitions of which no whole tree is at hand: patched, checked that every argument arrives, and\n"
+        "patched again without a change. Nothing of them was run.\n\n" + single_files_table(single),
         "## Reasons\n\n" + "\n".join(f"- **{mark}** {text}" for text, mark in reasons.items()),
         "## Differences by design\n\n" + _differences(documents),
         "## One position id per request\n\n" + _positions(documents),

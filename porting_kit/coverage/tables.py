@@ -69,6 +69,27 @@ def half_precision_table(documents: Sequence[Document]) -> str:
     return format_table(names, rows)
 
 
+def single_files_table(documents: Sequence[Document]) -> str:
+    """Model definitions read one by one: what the patch does to each."""
+    rows = [row for document in documents for row in document["single_files"]]
+    if not rows:
+        return "None in these files."
+    lines = [
+        [
+            row["family"],
+            row["commit"],
+            row["status"].replace("_", " "),
+            ", ".join(row["found"]) or "–",
+            row["reason"] or "–",
+        ]
+        for row in sorted(rows, key=lambda row: (row["family"], row["commit"]))
+    ]
+    statuses = [row["status"] for row in rows]
+    counts = ", ".join(f"{statuses.count(status)} {status.replace('_', ' ')}" for status in dict.fromkeys(statuses))
+    names = ["file", "commit", "outcome", "what kept the tree out", "reason"]
+    return f"{len(rows)} files: {counts}.\n\n" + format_table(names, lines)
+
+
 def ranks_table(documents: Sequence[Document]) -> str:
     """The same rows on several ranks, by release."""
     rows, reasons = [], {}

@@ -82,4 +82,3 @@ def test_heads_read_the_state_before_a_projection():
     assert wide.shape[-1] == case.size.hidden_size == 2 * model.get_output_embeddings().weight.shape[1]
     assert torch.allclose(wide @ reference.output_matrix.T, logits, atol=1e-5)
     assert find_projection(make_reference(BY_NAME["opt, norms before"])) is None
-

@@ -48,6 +48,7 @@ FAMILY = Family(
     derive=derive_positions,
     fields=(
         attribute("rotary_base", "rope_base"),
+        attribute("rotary_pct", "rope_share"),
         attribute("longrope_scaling_short_factors", "rope_scaling.short_factor", optional=True),
         attribute("longrope_scaling_long_factors", "rope_scaling.long_factor", optional=True),
         key("original_max_position_embeddings", default=None, optional=True),

@@ -47,6 +47,7 @@ FAMILY = Family(
     derive=derive_scales,
     fields=(
         attribute("rotary_base", "rope_base"),
+        attribute("rotary_pct", "rope_share"),
         constant("hidden_act", "gegelu", "the class's own"),
         key("gegelu_limit", default=None),
         key("mup_attn_multiplier", default=None),
