@@ -79,7 +79,7 @@ def fuse_chains(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 def _hoist(graph: torch.fx.Graph) -> None:
     """Move products and the like to where their inputs are there, so that what is between them is one run."""
-    changed = {find_owner(used) for node in graph.nodes if is_in_place(node) for used in node.all_input_nodes}
+    changed = find_changed(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or is_small(node) or is_in_place(node):
             continue
@@ -91,6 +91,16 @@ def _hoist(graph: torch.fx.Graph) -> None:
             last = last.prev
         if last.op == "call_function" and last is not node.prev:
             last.append(node)
+
+
+def find_changed(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The nodes whose memory some operation changes in place."""
+    changed = set()
+    for node in filter(is_in_place, graph.nodes):
+        for given, argument in zip(node.args, node.target._schema.arguments, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                changed |= {find_owner(used) for used in node.all_input_nodes if used is given}
+    return changed
 
 
 def find_owner(node: torch.fx.Node) -> torch.fx.Node:

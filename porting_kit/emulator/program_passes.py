@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from porting_kit.emulator import gpu_operations
-from porting_kit.emulator.fused_chains import find_owner, is_in_place
+from porting_kit.emulator.fused_chains import find_changed, find_owner, is_in_place
 from porting_kit.emulator.half_precision import HALF_TYPES
 
 PACKED_ROWS = range(2, 33)
@@ -60,7 +60,7 @@ def share_results(module: torch.fx.GraphModule) -> None:
             kept.append((value, node.target))
         else:
             node.target = name
-    changed = {find_owner(used) for node in module.graph.nodes if is_in_place(node) for used in node.all_input_nodes}
+    changed = find_changed(module.graph)
     done: dict[Any, torch.fx.Node] = {}
     for node in list(module.graph.nodes):
         if node.op not in ("call_function", "get_attr") or is_in_place(node):
@@ -75,25 +75,29 @@ def share_results(module: torch.fx.GraphModule) -> None:
 
 
 def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    alike = (left.shape, left.dtype, left.stride(), left.device) == (
-        right.shape,
-        right.dtype,
-        right.stride(),
-        right.device,
-    )
-    return alike and (left.data_ptr() == right.data_ptr() or torch.equal(left, right))
+    """Equal tensors; two large ones that differ mostly do so in the first row already."""
+    if any(getattr(left, name) != getattr(right, name) for name in ("shape", "dtype", "device")):
+        return False
+    if left.stride() != right.stride():
+        return False
+    return left.data_ptr() == right.data_ptr() or (torch.equal(left[:1], right[:1]) and torch.equal(left, right))
 
 
 def share_products(module: torch.fx.GraphModule) -> None:
-    """Products of one weight with several single inputs become one product: heads that share the base's matrix."""
-    by_weight: dict[Any, list[torch.fx.Node]] = {}
+    """Products of one weight with several single inputs become one product: heads that share the base's matrix.
+
+    A checkpoint holds the shared matrix once a head, so weights are compared by value.
+    """
+    by_weight: list[tuple[torch.Tensor, list[torch.fx.Node]]] = []
     for node in module.graph.nodes:
         if node.target is _aten.mm.default and node.args[1].op == "get_attr":
             weight = getattr(module, node.args[1].target)
-            key = (weight.data_ptr(), tuple(weight.shape), tuple(weight.stride()))
-            by_weight.setdefault(key, []).append(node)
+            nodes = next((nodes for other, nodes in by_weight if _is_same(weight, other)), None)
+            if nodes is None:
+                by_weight.append((weight, nodes := []))
+            nodes.append(node)
     order = {node: place for place, node in enumerate(module.graph.nodes)}
-    for nodes in by_weight.values():
+    for _, nodes in by_weight:
         last_input = max(nodes, key=lambda node: order[node.args[0]]).args[0]
         first_user = min(order[user] for node in nodes for user in node.users)
         if len(nodes) < 2 or order[last_input] > first_user:

@@ -38,6 +38,7 @@ from porting_kit.medusa.tree import MedusaTree, read_tree
 from porting_kit.medusa.tree_choice import TreeLimits, count_paths, trace_curve
 from porting_kit.patching import build_medusa_module
 from porting_kit.source_tree import open_source_tree
+from tests.benchmarks.heads_page import keep_figures
 
 HEADS = Path(__file__).resolve().parents[2] / "notebooks" / "ports" / "smollm2" / "heads"
 SHAPES = {
@@ -49,6 +50,7 @@ SHAPES = {
               | {"position_embedding_type": "rope_gpt_neox", "rotary_base": 1e6, "qwen_type": "qwen2"}),
 }  # fmt: skip
 CONTEXT_TOKENS = 128
+REFERENCE_PROMPTS, COMPARED_TEXTS = 3, 4
 PROFILES: list[bool] = []
 
 
@@ -105,25 +107,23 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Time per step of each side, ratios, and the floor."""
     bandwidth = measure_bandwidth()
+    end_ids = () if reference is None else reference.settings.end_ids
     found: dict[str, list[list[int]]] = {}
     tokens_per_step: dict[str, float] = {}
 
     def emulated(name: str, tree: MedusaTree | None) -> int:
         runs = [
-            generate_greedy(model, [p], new_tokens) if tree is None else generate_medusa(model, tree, [p], new_tokens)
-            for p in prompts
+            generate_greedy(model, [prompt], new_tokens, end_ids)
+            if tree is None
+            else generate_medusa(model, tree, [prompt], new_tokens, end_ids)
+            for prompt in prompts
         ]
         found[name] = [run.tokens[0] for run in runs]
         tokens_per_step[name] = sum(run.num_tokens - 1 for run in runs) / sum(run.num_steps for run in runs)
         return sum(run.num_steps for run in runs)
 
     def hugging_face() -> int:
-        own = reference.settings
-        object.__setattr__(reference, "settings", type(own)(own.effective, own.overridden, (), {}))
-        try:
-            found["transformers generate"] = reference.generate(prompts, new_tokens)
-        finally:
-            object.__setattr__(reference, "settings", own)
+        found["transformers generate"] = reference.generate(prompts[:REFERENCE_PROMPTS], new_tokens)
         return sum(map(len, found["transformers generate"]))
 
     sides: dict[str, Callable[[], int]] = {"greedy": lambda: emulated("greedy", None)}
@@ -151,9 +151,27 @@ def measure_speed(
         "speedup_over_transformers": {
             name: per_token["transformers generate"] / per_token[name] for name in step_ms if reference is not None
         },
-        "same_tokens_as_greedy": {name: rows == found["greedy"] for name, rows in found.items()},
+        "against_greedy": {
+            name: compare_texts(model, prompts, found["greedy"], rows)
+            for name, rows in found.items()
+            if name != "greedy"
+        },
         "programs": len(kept),
     }
+
+
+def compare_texts(
+    model: Any, prompts: Sequence[Sequence[int]], ours: list[list[int]], theirs: list[list[int]]
+) -> dict[str, Any]:
+    """How many texts are equal, and how far apart the two best logits were where others first differ."""
+    margins = []
+    for prompt, left, right in zip(prompts, ours, theirs, strict=False):
+        first = next((i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), None)
+        if first is not None and len(margins) < COMPARED_TEXTS:
+            run = generate_greedy(model, [prompt], first + 1, keep_margins=True)
+            margins.append(float(run.margins[0][first]))
+    equal = sum(left == right for left, right in zip(ours, theirs, strict=False))
+    return {"equal_texts": equal, "texts": len(theirs), "margins_where_others_part": margins}
 
 
 @torch.inference_mode()
@@ -201,8 +219,7 @@ def profile_steps(model: Any, kernels: int = 14) -> dict[str, Any]:
             found[f"{decoder.nodes} nodes"] = {
                 "kernels": sum(row[1] for row in rows) / 4,
                 "busy_ms": sum(row[2] for row in rows) / 4e3,
-                "middle": order[len(order) // 3 : len(order) // 3 + 30],
-                "last": order[-60:],
+                "in_order": order[len(order) // 3 : len(order) // 3 + 16] + order[-50:],
                 "longest": [[name[:80], count / 4, round(time / 4, 1)] for name, count, time in rows[:kernels]],
             }
     return found
@@ -363,6 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cpu runs the part heads alone, in float32")
     parser.add_argument("--compile", action="store_true", help="kernels of few rows and fused runs")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step and the products' plans")
+    parser.add_argument("--write", action="store_true", help="keep the figures for the page; see heads_page")
     parser.add_argument("--json", action="store_true", help="accepted for symmetry; the output is JSON always")
     options = parser.parse_args(arguments)
     PROFILES[:] = [True] if options.profile else []
@@ -405,7 +423,7 @@ def main(arguments: list[str] | None = None) -> int:
             frame = build_chat_frame(reference.tokenizer, "Explain this in simple words: ")
             held_out = split_held_out(read_text(options.data))[1]
             prompts = cut_prompts(
-                reference.tokenizer, held_out, lengths_tokens=(64,), limit=4, seed=11, frames=(frame,)
+                reference.tokenizer, held_out, lengths_tokens=(32,), limit=56, seed=11, frames=(Frame(), frame)
             )
             trees |= {"mc_sim_7b_63": read_tree("mc_sim_7b_63")}
             model.decoders.keep = 1 + len(trees)
@@ -421,6 +439,8 @@ def main(arguments: list[str] | None = None) -> int:
                 keep(family, measure_random(family, compiles=options.compile))
             except Exception as error:
                 keep(family, {"error": f"{type(error).__name__}: {error}"})
+    if options.write:
+        keep_figures(document)
     print(json.dumps(document, indent=2))
     return 0
 

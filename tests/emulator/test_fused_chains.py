@@ -132,3 +132,33 @@ def test_a_bias_joins_its_product():
     targets = [str(node.target) for node in module.graph.nodes]
     assert "aten.addmm.default" in targets
     assert "aten.add.Tensor" not in targets
+
+
+def test_what_is_only_written_from_is_not_taken_as_changed():
+    def run(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        first = (rows * 2).sin()
+        state[1:] = rows
+        return first + (rows * 2).sin() + state.sum()
+
+    program = write_program(run, (torch.zeros(3, 4), torch.zeros(2, 4)))
+    assert sum(str(node.target) == "aten.sin.default" for node in program.graph.nodes) == 1
+    rows = torch.randn(2, 4)
+    assert torch.allclose(program(torch.ones(3, 4), rows), run(torch.ones(3, 4), rows))
+
+
+def test_products_of_equal_matrices_become_one():
+    weight = torch.randn(6, 4)
+    copies = [weight.clone() for _ in range(3)]
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        return torch.stack([torch.nn.functional.linear(rows + head, copy) for head, copy in enumerate(copies)])
+
+    program = write_program(run, (torch.zeros(1, 4),))
+    products = [
+        name for name in map(str, (node.target for node in program.graph.nodes)) if ".mm." in name or "_linear" in name
+    ]
+    assert len(products) == 1
+    rows = torch.randn(1, 4)
+    assert torch.allclose(program(rows), run(rows), atol=1e-5)
+    copies[2][0, 0] += 1
+    assert torch.allclose(write_program(run, (torch.zeros(1, 4),))(rows), run(rows), atol=1e-5)
