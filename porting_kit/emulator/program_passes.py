@@ -80,7 +80,9 @@ def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     if left.stride() != right.stride():
         return False
-    return left.data_ptr() == right.data_ptr() or (torch.equal(left[:1], right[:1]) and torch.equal(left, right))
+    if left.data_ptr() == right.data_ptr():
+        return True
+    return (left.dim() == 0 or torch.equal(left[:1], right[:1])) and torch.equal(left, right)
 
 
 def share_products(module: torch.fx.GraphModule) -> None:
