@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -104,6 +105,7 @@ def ranks_table(documents: Sequence[Document]) -> str:
             for row, run in chosen:
                 if run["reason"]:
                     reason = str(run["reason"]).replace(f"TensorRT-LLM {document['release']}", "this release")
+                    reason = re.sub(r"TensorRT-LLM's \w+ ", "TensorRT-LLM's class ", reason)  # named behind it
                     named = reasons.setdefault((run["status"], ranks, reason), {})
                     named.setdefault(row["arch"], set()).add(document["release"])
     if not rows:

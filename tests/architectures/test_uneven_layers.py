@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from porting_kit.architectures import read_base_config
-from porting_kit.errors import BaseModelError
+from porting_kit.errors import BaseModelError, ConversionError
+from porting_kit.kernel_fit.targets import TargetFit
 
 MODEL = {
     "architectures": ["DeciLMForCausalLM"],
@@ -85,3 +88,10 @@ def test_what_the_class_lacks_is_refused():
         read(block_configs=blocks).require_supported()
     with pytest.raises(BaseModelError, match="not as long as the model"):
         read(block_configs=BLOCKS[:2]).require_supported()
+
+
+def test_a_kernel_fit_would_change_all_layers_alike(monkeypatch):
+    monkeypatch.setattr(TargetFit, "_require_same_model", lambda self, plan: None)
+    fit = TargetFit(SimpleNamespace(steps=("pad_heads",), names=("pad_heads",), needs_activations=False))
+    with pytest.raises(ConversionError, match="the layers of this model differ"):
+        fit.refit_plan(SimpleNamespace(base=read(), pp_size=1), {})
