@@ -86,6 +86,20 @@ def test_bloom_of_head_size_64_is_refused_unfitted_and_passes_fitted(bloom_of_64
     assert config["kernel_fit"]["notes"][0]["figures"]["logit_error_nats"] <= 0.025
 
 
+@pytest.mark.slow
+def test_bloom_of_head_size_64_in_bfloat16_is_fitted_exactly_on_two_ranks(bloom_of_64: Path, tmp_path):
+    options = ("-p", f"kernel=release:{BUG_REPORT}", "-p", "fit=auto", "-p", "dtype=bfloat16")
+    options += ("-p", "target.tp_size=2", "-p", "alignment.new_tokens=8")
+    code, document, stderr = call("align", bloom_of_64, "--out", tmp_path / "run", *options)
+    assert (code, document["verdict"], document["wrong_tokens"]) == (0, "pass", 0), stderr
+    assert not document.get("approximate_fit")
+    config = json.loads((tmp_path / "run" / "checkpoint" / "config.json").read_text())
+    (note,) = config["kernel_fit"]["notes"]
+    assert (note["transform"], note["exact"]) == ("write_positions", True)
+    assert note["figures"]["logit_error_nats"] < 1e-3
+    assert "PositionedAttention" in next((tmp_path / "run" / "patched").glob("*.py")).read_text()
+
+
 def test_a_text_beyond_the_fits_length_is_refused(bloom_of_64: Path, tmp_path):
     # The longest prompt has 66 tokens, and 24 follow: 90 tokens where the fit reaches 80.
     options = ("-p", f"kernel=release:{BUG_REPORT}", "-p", "fit=auto", "-p", "target.max_seq_len=80")
