@@ -98,6 +98,10 @@ def build_heads_app(report: Report, parse_overrides: Callable[[Any], dict[str, A
         data: Text = None,
         prompts: Prompts = 64,
         new_tokens: NewTokens = 64,
+        stream: Annotated[
+            bool | None,
+            typer.Option("--stream/--no-stream", help="Read the base layer by layer; default: if too large."),
+        ] = None,
         run_folder: RunOut = None,
         parameter: Overrides = None,
         as_json: AsJson = False,
@@ -107,7 +111,7 @@ def build_heads_app(report: Report, parse_overrides: Callable[[Any], dict[str, A
 
         def call() -> Any:
             run = open_run(port_file, run_folder, parameter)
-            return check_port_heads(run, data=data, prompts=prompts, new_tokens=new_tokens, say=_say)
+            return check_port_heads(run, data=data, prompts=prompts, new_tokens=new_tokens, streams=stream, say=_say)
 
         report(call, format_check, as_json)
 

@@ -242,6 +242,19 @@ def load_reference(
     return reference_from_model(model, tokenizer=tokenizer, attention=f"{chosen}: {reason}", where=str(path))
 
 
+def read_base_config(path: str | Path) -> tuple[Any, Any]:
+    """The base's config as transformers reads it, and the class of its model.
+
+    Raises:
+        BaseModelError: transformers cannot read it.
+    """
+    where, options = _location(Path(path).expanduser())
+    try:
+        return _read_config(where, options | {"local_files_only": True, "trust_remote_code": False})
+    except (ImportError, OSError, ValueError, KeyError) as error:
+        raise BaseModelError("transformers cannot read the base model's config", found=error, where=path) from error
+
+
 def read_reference_settings(path: str | Path) -> tuple[GenerationSettings, Any]:
     """The settings a base would be compared with, and its tokenizer (None without one); reads no weights.
 

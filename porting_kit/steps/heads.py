@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from porting_kit.alignment.reference import Reference, load_reference
+from porting_kit.alignment.streamed_reference import needs_streaming, open_streamed_reference
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.heads_export import EXPORT_LAYOUTS, export_tensors, find_export_layout, write_export
 from porting_kit.errors import HeadsError, RunFolderError
@@ -66,18 +67,28 @@ class HeadsExportResult:
         return {**self.outcome.as_dict(), "file": str(self.file)}
 
 
-def open_heads_base(run: PortRun) -> Reference:
-    """The base where it is fastest: on a GPU in the port's type, else on the CPU in float32."""
+def open_heads_base(run: PortRun, *, streams: bool | None = None) -> Reference:
+    """The base where it is fastest: on a GPU in the port's type, else on the CPU in float32.
+
+    Args:
+        run: the port.
+        streams: read its layers from disk as they run; None does so where it would not fit the memory that is free.
+    """
     has_gpu = torch.cuda.is_available()
-    return load_reference(
-        run.port.base_path,
-        dtype=run.port.dtype if has_gpu else "float32",
-        device="cuda" if has_gpu else "cpu",
-    )
+    place = {"dtype": run.port.dtype if has_gpu else "float32", "device": "cuda" if has_gpu else "cpu"}
+    if streams is None:
+        streams = needs_streaming(run.port.base_path, **place)
+    return (open_streamed_reference if streams else load_reference)(run.port.base_path, **place)
 
 
 def check_port_heads(
-    run: PortRun, *, data: Path | None = None, prompts: int = 64, new_tokens: int = 64, say: Say = lambda line: None
+    run: PortRun,
+    *,
+    data: Path | None = None,
+    prompts: int = 64,
+    new_tokens: int = 64,
+    streams: bool | None = None,
+    say: Say = lambda line: None,
 ) -> HeadsCheckResult:
     """Compare the heads with the base's own greedy continuations.
 
@@ -88,6 +99,7 @@ def check_port_heads(
         data: text to cut prompts from; None takes the port's own prompts.
         prompts: how many at most.
         new_tokens: tokens of each continuation.
+        streams: see `open_heads_base`.
         say: called with lines of progress.
 
     Raises:
@@ -99,7 +111,10 @@ def check_port_heads(
     folder = require_writable(run.folder.root / FOLDER)
     base = read_port_base(run.port, None)
     heads = read_port_heads(run.port, base, check_values=True)
-    reference = open_heads_base(run)
+    reference = open_heads_base(run, streams=streams)
+    is_streamed = "streamed" in reference.attention
+    if is_streamed:
+        say("the base's layers are read from disk at every token: fewer --new-tokens are faster")
     if data is None:
         asked, source = tokenize_prompts(run.port, reference.tokenizer, reference.vocab_size)
         asked = asked[:prompts]
@@ -112,7 +127,8 @@ def check_port_heads(
             )
         asked = cut_prompts(reference.tokenizer, read_data(data), lengths_tokens=PROMPT_TOKENS, limit=prompts, seed=0)
         source = data.name
-    said = continue_greedily(reference.model, asked, new_tokens=new_tokens, batch_rows=64, report=say)
+    rows = len(asked) if is_streamed else 64
+    said = continue_greedily(reference.model, asked, new_tokens=new_tokens, batch_rows=rows, report=say)
     fit = read_fit(heads, said, reference.model.get_output_embeddings())
     failing = [] if fit.fits else [reading for reading in fit.readings if reading.verdict != "fits"]
     warnings = heads.warnings + heads.compare_base(base)
@@ -122,7 +138,8 @@ def check_port_heads(
         verdict=Verdict.FAIL if failing else Verdict.PASS,
         summary=("these heads do not fit this base: " if failing else "the heads fit this base: ") + sentence,
         covered=(Coverage.WEIGHTS,),
-        figures={"prompts": len(asked), "prompts_from": source, "new_tokens": new_tokens, "warnings": list(warnings)},
+        figures={"prompts": len(asked), "prompts_from": source, "new_tokens": new_tokens, "warnings": list(warnings)}
+        | {"streamed": is_streamed},
         inputs={**run.inputs("preflight"), "prompts": hash_value(asked)},
         seconds=watch.seconds,
         failing_gate=f"heads: {failing[0].verdict}" if failing else None,

@@ -140,6 +140,15 @@ def test_a_check_and_a_tree_of_the_demo(port: Path):
     assert "expected gain" in large["summary"]
 
 
+def test_a_streamed_check_reads_the_same_ranks(port: Path, tmp_path: Path):
+    arguments = ("--prompts", "2", "--new-tokens", "8", "--json", "--run-folder", str(tmp_path / "run"))
+    whole = json.loads(call(port, "check", "--no-stream", *arguments).stdout)
+    ranks = load_file(tmp_path / "run" / "heads" / "ranks.safetensors")["ranks"]
+    streamed = json.loads(call(port, "check", "--stream", *arguments).stdout)
+    assert (whole["figures"]["streamed"], streamed["figures"]["streamed"]) == (False, True)
+    assert torch.equal(load_file(tmp_path / "run" / "heads" / "ranks.safetensors")["ranks"], ranks)
+
+
 def test_random_heads_fail_the_check(port: Path, tmp_path: Path):
     torch.manual_seed(0)
     shapes = {name: tensor.shape for name, tensor in load_file(DEMO / "heads" / "medusa_lm_head.safetensors").items()}
