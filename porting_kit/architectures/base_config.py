@@ -97,6 +97,18 @@ class BaseConfig:
         values = {letter: getattr(self, name) for name, letter in LETTER_OF.items()}
         return {letter: value for letter, value in values.items() if value is not None}
 
+    @property
+    def length_threshold(self) -> int | None:
+        """Tokens beyond which the rotary factors of all positions are others; None where they never change.
+
+        Source: `dynamic_rope_update` in transformers/modeling_rope_utils.py, for the kinds longrope and dynamic.
+        """
+        scaling = self.rope_scaling or {}
+        if scaling.get("type") not in ("longrope", "dynamic"):
+            return None
+        original = scaling.get("original_max_position_embeddings") or self.raw.get("original_max_position_embeddings")
+        return int(original or self.max_positions or 0) or None
+
     def layer_dims(self, layer: int | None) -> dict[str, int]:
         """The same for one layer; None is outside the layers."""
         return self.dims if layer is None or not self.layers else self.dims | dict(self.layers[layer].sizes)

@@ -58,7 +58,8 @@ from porting_kit.steps.preflight import (
     target_release,
 )
 from porting_kit.steps.prerequisites import read_checkpoint_document
-from porting_kit.steps.prompts import tokenize_prompts
+from porting_kit.steps.prompt_lengths import note_lengths
+from porting_kit.steps.prompts import keep_below, tokenize_prompts
 
 
 def current_rank() -> int:
@@ -112,7 +113,12 @@ class AlignmentSession:
 
     @cached_property
     def _tokenized(self) -> tuple[list[list[int]], str]:
-        return tokenize_prompts(self.run.port, self.reference.tokenizer, self.reference.vocab_size)
+        port = self.run.port
+        prompts, said = tokenize_prompts(port, self.reference.tokenizer, self.reference.vocab_size)
+        if port.engine == "captured":  # an engine has answered these prompts as they are
+            return prompts, said
+        prompts, cut = keep_below(prompts, port.alignment.new_tokens, self.base.length_threshold, self.tree.num_drafts)
+        return prompts, f"{said}; {cut}" if cut else said
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -121,8 +127,14 @@ class AlignmentSession:
 
     @property
     def prompt_note(self) -> str:
-        """Where the prompts came from."""
-        return self._tokenized[1]
+        """Where the prompts came from, and on which side they lie of each length at which the base changes."""
+        scaling = self.base.rope_scaling or {}
+        changes = {
+            "the sliding window acts": attention_shape(self.base, self.run.port.target).sliding_window,
+            f"{scaling.get('type')} scaling of the rotary factors acts": self.base.length_threshold,
+        }
+        noted = note_lengths(self.prompts, self.run.port.alignment.new_tokens, changes)
+        return self._tokenized[1] if noted is None else f"{self._tokenized[1]}; {noted}"
 
     @cached_property
     def kernel(self) -> KernelProfile:
