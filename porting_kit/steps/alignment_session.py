@@ -58,8 +58,8 @@ from porting_kit.steps.preflight import (
     target_release,
 )
 from porting_kit.steps.prerequisites import read_checkpoint_document
-from porting_kit.steps.prompt_lengths import note_lengths
-from porting_kit.steps.prompts import keep_below, tokenize_prompts
+from porting_kit.steps.prompt_lengths import keep_below, note_lengths
+from porting_kit.steps.prompts import tokenize_prompts
 
 
 def current_rank() -> int:

@@ -6,7 +6,6 @@ They are tokenised once, with the base's own tokenizer, and only ids go on from 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from porting_kit.errors import PortFileError
@@ -113,68 +112,6 @@ def tokenize_prompts(port: Port, tokenizer: Any, vocab_size: int) -> tuple[list[
             where=port.base_path,
         )
     return ids, f"{len(ids)} texts, {min(map(len, ids))} to {max(map(len, ids))} tokens"
-
-
-def keep_below(
-    prompts: Sequence[Sequence[int]], new_tokens: int, threshold: int | None, draft_tokens: int = 0
-) -> tuple[list[list[int]], str | None]:
-    """Prompts cut from the front so that no text crosses a length threshold, and a sentence when one was cut.
-
-    Beyond the threshold the rotary factors of all positions change (`BaseConfig.length_threshold`). Generation with a
-    cache keeps the keys of before; one pass over the whole text has none of them, so it cannot judge a text that
-    crosses. The choice is made for a batch as a whole, draft tokens included.
-
-    Args:
-        prompts: token ids.
-        new_tokens: tokens that each text goes on for.
-        threshold: tokens, prompt and answer together; None for no threshold.
-        draft_tokens: of one step.
-
-    Raises:
-        PortFileError: no prompt of even one token stays below it.
-    """
-    if threshold is None:
-        return [list(prompt) for prompt in prompts], None
-    most = threshold - draft_tokens
-    room = most - new_tokens
-    if room < 1:
-        smaller = f"alignment: {{new_tokens: {most // 2}}}" if most > 1 else "a smaller tree"
-        raise PortFileError(
-            "every text would cross the length at which the base's rotary factors change",
-            expected=f"alignment.new_tokens below {most} ({threshold} less {draft_tokens} draft tokens)",
-            found=new_tokens,
-            next_step=f"write {smaller}",
-        )
-    count = sum(len(prompt) > room for prompt in prompts)
-    if not count:
-        return [list(prompt) for prompt in prompts], None
-    said = f"{count} cut to their last {room} tokens: past {threshold} the base's rotary factors change (not covered)"
-    return [list(prompt[-room:]) for prompt in prompts], said
-
-
-def note_lengths(prompts: Sequence[Sequence[int]], new_tokens: int, changes: Mapping[str, int | None]) -> str | None:
-    """On which side of each length at which a base changes the texts lie; None where they stay below all.
-
-    Args:
-        prompts: token ids.
-        new_tokens: tokens that each text goes on for.
-        changes: what acts from a length on -> that length in tokens, None where it never does.
-    """
-    ends = [len(prompt) + new_tokens for prompt in prompts]
-    notes = []
-    for what, length in changes.items():
-        if length is None:
-            continue
-        beyond, within = sum(end > length for end in ends), sum(len(prompt) <= length for prompt in prompts)
-        if not beyond:
-            notes.append(f"no text reaches the {length} tokens beyond which {what}: not covered")
-        elif not within:
-            notes.append(
-                f"every prompt is longer than the {length} tokens beyond which {what}: shorter ones not covered"
-            )
-        else:
-            notes.append(f"{beyond} of {len(ends)} texts go beyond the {length} tokens from which on {what}")
-    return "; ".join(notes) or None
 
 
 def load_tokenizer(port: Port) -> Any:
