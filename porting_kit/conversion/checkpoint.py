@@ -32,13 +32,16 @@ class RankFile:
         path: final path; the values go to a temporary file beside it until `commit`.
         tensors: name -> (dtype, shape) of everything that will be written.
         keep: go on with the temporary file of an interrupted run; what it holds must be told by `note_written`.
+        take_named: with `keep`, a file that has its final name already is the interrupted run's as well.
 
     Raises:
         CheckpointError: `keep`, and the file there is not one of the same header and length.
         OSError: the disk is full, or the folder cannot be written.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, Shape]], *, keep: bool = False) -> None:
+    def __init__(
+        self, path: Path, tensors: Mapping[str, tuple[str, Shape]], *, keep: bool = False, take_named: bool = False
+    ) -> None:
         self.path, self.partial = path, partial_path(path)
         self.tensors = dict(tensors)
         self._lock = threading.Lock()
@@ -61,7 +64,7 @@ class RankFile:
         head = struct.pack("<Q", len(text)) + text
         self.descriptor = -1
         if keep:
-            self._reopen(head, self.start + end)
+            self._reopen(head, self.start + end, take_named)
             return
         self.descriptor = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
@@ -71,9 +74,9 @@ class RankFile:
             self.discard()
             raise
 
-    def _reopen(self, head: bytes, size: int) -> None:
+    def _reopen(self, head: bytes, size: int, take_named: bool) -> None:
         """Open what an interrupted run left, under its temporary name or already under the final one."""
-        if not self.partial.exists() and self.path.exists():
+        if take_named and not self.partial.exists() and self.path.exists():
             os.replace(self.path, self.partial)
         try:
             self.descriptor = os.open(self.partial, os.O_RDWR)
@@ -122,10 +125,14 @@ class RankFile:
             return torch.empty(shape, dtype=getattr(torch, dtype))
         return torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape(shape)
 
-    def commit(self) -> None:
-        """Flush to the disk and give the file its name. CheckpointError when a part was never written."""
+    def require_complete(self) -> None:
+        """Raise CheckpointError when a part was never written."""
         if self.missing:
             raise CheckpointError("tensors were never written", where=self.path, items=sorted(self.missing))
+
+    def commit(self) -> None:
+        """Flush to the disk and give the file its name. CheckpointError when a part was never written."""
+        self.require_complete()
         os.fsync(self.descriptor)
         self.close()
         os.replace(self.partial, self.path)

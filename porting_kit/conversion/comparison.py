@@ -183,5 +183,3 @@ def _read_blocks(
     for start in range(0, total, step):
         stop = min(start + step, total)
         yield start, *(source.read_rows(name, start, stop, 1).reshape(-1) for source in (left, right))
-        for source in (left, right):
-            source.release(name, start * item, stop * item)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ def convert_checkpoint(
 
     Args:
         base_folder: a Hugging Face folder or a GGUF file.
-        out_folder: created; a checkpoint already there is replaced.
+        out_folder: created; a checkpoint already there is replaced when the new one is complete.
         heads: a HeadSet, or what `read_head_set` takes.
         dtype: float16, bfloat16 or float32; None takes the base's own (float16 for a float32 base).
         tp_size, pp_size: ranks.
@@ -188,20 +189,25 @@ def write_checkpoint(
     """
     started = time.perf_counter() if started is None else started
     _refuse_source_folder(out_folder, source, heads)
-    require_room(plan, out_folder)
+    keep_earlier = require_room(plan, out_folder)
     sources = [source, *([heads.source] if heads is not None else [])]
     description = describe_conversion(plan, sources, config)
     if fit is not None:
         description["fit"] = uuid.uuid4().hex  # equal to no other: a fit looks at all of a layer again
     ranks = [plan.rank_tensors(rank) for rank in range(plan.world_size)]
-    with open_output(out_folder, ranks, description) as output, SourceDigests(sources) as digests:
+    with (
+        open_output(out_folder, ranks, description, keep_earlier=keep_earlier) as output,
+        SourceDigests(sources) as digests,
+    ):
         warnings = list_warnings(plan, source, heads)
+        if output.dropped:
+            warnings += ("the disk has no room for two checkpoints: the one that was there was removed first",)
         if output.note:
             warnings += (f"an interrupted conversion was started again: {output.note}",)
-        if fit is None:
-            verified = _stream_values(plan, source, heads, output, workers, progress, verify)
-        else:
-            verified = _write_fitted(iterate_targets(plan, source, heads, fit), plan, output, verify)
+        streamed = plan if fit is None else replace(plan, tensors=tuple(t for t in plan.tensors if not fit.looks_at(t)))
+        verified = _stream_values(streamed, source, heads, output, workers, progress, verify)
+        if fit is not None:
+            verified += _write_fitted(_iterate_fitted(source, heads, fit), plan, output, verify)
             config, table = fit.finish_config(config, table)
         source_files = digests.collect()
         for one in sources:
@@ -309,6 +315,15 @@ def iterate_targets(
         yield planned, sources, build_target(planned, sources, plan.dims_of(planned), scalars)
 
 
+def _iterate_fitted(
+    source: TensorSource, heads: HeadSet | None, fit: TargetFit
+) -> Iterator[tuple[PlannedTensor, list[torch.Tensor], torch.Tensor]]:
+    """The targets that a fit looks at, fitted; a layer's attention is in memory at a time."""
+    plan = fit.unfitted_plan
+    attention = replace(plan, tensors=tuple(planned for planned in plan.tensors if fit.looks_at(planned)))
+    yield from fit.refit_targets(iterate_targets(attention, source, heads))
+
+
 def _open_inputs(
     base_folder: str | Path, heads: HeadSet | str | Path | None
 ) -> tuple[BaseConfig, TensorSource, HeadSet | None]:
@@ -360,11 +375,13 @@ def _write_fitted(
     output: OutputFolder,
     verify: bool,
 ) -> int:
-    """One pass over all targets, made whole because a fit looks at a layer's attention together."""
+    """One pass over the targets that a fit looks at: whole, because it looks at a layer's attention together."""
     from porting_kit.conversion.apply import cut_piece, join_pieces
     from porting_kit.conversion.inverse import verify_fitted, verify_target
 
+    count = 0
     for planned, sources, whole in targets:
+        count += 1
         for piece in planned.pieces:
             output.ranks[piece.rank].write(piece.name, cut_piece(whole, planned, piece))
         if verify:
@@ -373,4 +390,4 @@ def _write_fitted(
                 verify_fitted(planned, join_pieces(planned, parts), whole)
             else:
                 verify_target(planned, join_pieces(planned, parts), sources, plan)
-    return len(plan.tensors) if verify else 0
+    return count if verify else 0

@@ -20,6 +20,8 @@ SPARE_BYTES = 1 << 20
 PROCESS_BYTES = 230 << 20
 """Python with torch loaded and nothing else: measured 218 MiB (torch 2.13, CPU build)."""
 PROBE_BYTES = 32 << 20
+UNFINISHED, FINISHED = (".rank*.partial",), ("rank*.safetensors",)
+"""Files of an interrupted conversion, and of a checkpoint that this one replaces."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +62,27 @@ def measure_output(plan: ConversionPlan) -> int:
     return sum(planned.num_bytes + HEADER_BYTES * len(planned.pieces) for planned in plan.tensors) + SPARE_BYTES
 
 
-def require_room(plan: ConversionPlan, out_folder: Path) -> None:
-    """Refuse a conversion that the disk has no room for. What an earlier run left there counts as room.
+def require_room(plan: ConversionPlan, out_folder: Path) -> bool:
+    """Refuse a conversion that the disk has no room for. What an interrupted run left there counts as room.
+
+    Returns:
+        Whether there is room beside a checkpoint that is there already, so that it can stay until the new one is
+        complete.
 
     Raises:
-        CheckpointError: too little.
+        CheckpointError: too little, even without that checkpoint.
     """
-    needed, free = measure_output(plan), _find_room(out_folder)
-    if needed > free:
+    needed = measure_output(plan)
+    beside, instead = (_find_room(out_folder, patterns) for patterns in (UNFINISHED, (*UNFINISHED, *FINISHED)))
+    if needed > instead:
         raise CheckpointError(
             "the disk has too little room for the checkpoint",
             expected=f"{needed / 2**30:.2f} GiB",
-            found=f"{free / 2**30:.2f} GiB free",
+            found=f"{instead / 2**30:.2f} GiB free",
             where=out_folder,
             next_step="make room, or name a folder on another disk",
         )
+    return needed <= beside
 
 
 def estimate_conversion(
@@ -87,14 +95,15 @@ def estimate_conversion(
     """
     output = measure_output(plan)
     files = {file for source in sources for file in source.files()}
-    whole = max((source.read_bytes(name) for source in sources for name in source.names()), default=0)
+    pairs = [(source, name) for source in sources for name in source.names()]
+    whole = max((source.read_bytes(name) for source, name in pairs if not source.has_rows(name)), default=0)
     largest = max((planned.num_bytes for planned in plan.tensors), default=0)
     largest = max([largest, *(entry.num_bytes for source in sources for entry in source.entries.values())])
     rate = measure_write_rate(out_folder, min(PROBE_BYTES, output)) if probe else None
     return ConversionEstimate(
         output_bytes=output,
         source_bytes=sum(file.stat().st_size for file in files),
-        free_bytes=_find_room(out_folder),
+        free_bytes=_find_room(out_folder, (*UNFINISHED, *FINISHED)),
         memory_bytes=PROCESS_BYTES + whole + min(largest, 192 << 20),
         largest_tensor_bytes=largest,
         write_bytes_per_second=rate,
@@ -123,14 +132,10 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def _find_room(folder: Path) -> int:
-    """Free bytes, with those of files that the conversion will replace or go on with."""
+def _find_room(folder: Path, patterns: Sequence[str]) -> int:
+    """Free bytes, with those of files in the folder that the conversion replaces or goes on with."""
     there = _existing(folder)
     own = 0
     if there == folder:
-        own = sum(
-            file.stat().st_blocks * 512
-            for pattern in ("rank*.safetensors", ".rank*.partial")
-            for file in folder.glob(pattern)
-        )
+        own = sum(file.stat().st_blocks * 512 for pattern in patterns for file in folder.glob(pattern))
     return shutil.disk_usage(there).free + own

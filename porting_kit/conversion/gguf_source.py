@@ -23,43 +23,65 @@ from porting_kit.conversion.weight_files import TensorEntry
 from porting_kit.errors import BaseModelError, EnvironmentMissing
 
 if TYPE_CHECKING:
-    import numpy
     import torch
 
-RUN_BLOCKS = 16384
+RUN_VALUES = 1 << 19
+"""Values that are dequantised at a time: long runs of blocks are far faster than the file's own short rows."""
 
 
 class GgufSource(TensorSource):
-    """A GGUF file read through the gguf package."""
+    """A GGUF file read through the gguf package, a few MiB at a time."""
 
     def __init__(self, header: GgufHeader, records: dict[str, GgufTensor]) -> None:
         entries = {
-            name: TensorEntry(name, PLAIN_TYPES.get(record.storage, "float32"), record.shape, header.where)
+            name: TensorEntry(
+                name, PLAIN_TYPES.get(record.storage, "float32"), record.shape, header.where, record.offset
+            )
             for name, record in records.items()
         }
         super().__init__(entries, header.where)
         self.header, self.records = header, records
 
     def read(self, name: str) -> torch.Tensor:
-        """The values in Hugging Face's order: as stored, or float32 where the file is quantised."""
+        """A whole tensor, see `read_rows`."""
+        shape = self.shape(name)
+        width = shape[-1] if len(shape) > 1 else 1
+        return self.read_rows(name, 0, math.prod(shape) // max(width, 1), width).reshape(shape)
+
+    def read_rows(self, name: str, start: int, stop: int, width: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows in Hugging Face's order: as stored, or float32 where the file is quantised."""
         import torch
 
-        data = self._dequantise(self.records[name])
-        tensor = torch.from_numpy(data).reshape(self.shape(name))
-        if self.dtype(name) == "bfloat16":
-            tensor = tensor.bfloat16()
-        architecture = self.header.architecture
-        if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
-            heads = self.header.settings["llama.attention.head_count"]
-            if ".k_proj." in name:
-                heads = self.header.settings.get("llama.attention.head_count_kv", heads)
-            return _undo_interleaving(tensor, heads)
-        if architecture in ("gemma", "gemma2") and name.endswith("norm.weight"):
-            return tensor - 1
-        return tensor
+        self.check_unchanged(self.header.where)
+        values = out if out is not None else torch.empty((stop - start) * width, dtype=getattr(torch, self.dtype(name)))
+        step = max(RUN_VALUES // max(width, 1), 1)
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            values[(first - start) * width : (last - start) * width] = self._read_run(name, first, last, width)
+        return values.reshape(-1, width) if values.numel() else values.reshape(stop - start, width)
 
-    def _dequantise(self, record: GgufTensor) -> numpy.ndarray:
-        """The stored values; quantised blocks as float32."""
+    def _read_run(self, name: str, start: int, stop: int, width: int) -> torch.Tensor:
+        """A run of rows, flat, undone what llama.cpp's converter changes."""
+        heads = self._interleaved_heads(name)
+        if heads is not None:
+            total = math.prod(self.shape(name)) // width
+            rows = _interleaved_rows(start, stop, total, heads)
+            low, high = int(rows.min()), int(rows.max()) + 1
+            values = self._dequantise(name, low * width, high * width)
+            return values.reshape(-1, width)[rows - low].reshape(-1)
+        values = self._dequantise(name, start * width, stop * width)
+        is_shifted = self.header.architecture in ("gemma", "gemma2") and name.endswith("norm.weight")
+        return values - 1 if is_shifted else values
+
+    def _interleaved_heads(self, name: str) -> int | None:
+        """Heads whose rows the file interleaves; None for a tensor that lies as in the model."""
+        if self.header.architecture != "llama" or not (".q_proj." in name or ".k_proj." in name):
+            return None
+        heads = self.header.settings["llama.attention.head_count"]
+        return self.header.settings.get("llama.attention.head_count_kv", heads) if ".k_proj." in name else heads
+
+    def _dequantise(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Stored values [first, last), flat; quantised blocks as float32."""
         try:
             from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
         except ImportError:
@@ -68,24 +90,34 @@ class GgufSource(TensorSource):
                 next_step="pip install 'porting-kit[gguf]'",
             ) from None
         import numpy
+        import torch
 
+        record = self.records[name]
         kind = GGMLQuantizationType(record.storage)
         block, block_bytes = GGML_QUANT_SIZES[kind]
-        blocks = math.prod(record.shape) // block
-        data = numpy.frombuffer(self._map(self.header.where), numpy.uint8, blocks * block_bytes, offset=record.offset)
+        low, high = first // block, -(-last // block)
+        data = numpy.empty((high - low) * block_bytes, numpy.uint8)
+        self._fill(self.header.where, memoryview(data), record.offset + low * block_bytes)
         plain = PLAIN_TYPES.get(record.storage)
         if plain not in (None, "bfloat16"):
-            return data.view(plain).reshape(record.shape)
-        # blocks do not know rows: long runs of blocks are far faster than the file's own short rows
-        runs = [data[k : k + RUN_BLOCKS * block_bytes] for k in range(0, data.size, RUN_BLOCKS * block_bytes)]
-        values = [dequantize(run.reshape(1, -1), kind).reshape(-1) for run in runs]
-        return numpy.concatenate(values).reshape(record.shape)
+            values = torch.from_numpy(data.view(plain))
+        else:  # blocks do not know rows
+            values = torch.from_numpy(dequantize(data.reshape(1, -1), kind).reshape(-1))
+        values = values[first - low * block : last - low * block]
+        return values.bfloat16() if plain == "bfloat16" else values
 
 
-def _undo_interleaving(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of each head from (pair, half) order back to (half, pair): [.., D/2, 2, ..] to [.., 2, D/2, ..]."""
-    half = tensor.shape[0] // heads // 2
-    return tensor.reshape(heads, half, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape).contiguous()
+def _interleaved_rows(start: int, stop: int, total: int, heads: int) -> torch.Tensor:
+    """Where rows [start, stop) of the model lie in the file.
+
+    The file has each head's rows in (pair, half) order, the model in (half, pair).
+    """
+    import torch
+
+    size = total // heads
+    row = torch.arange(start, stop)
+    inside = row % size
+    return row - inside + inside % (size // 2) * 2 + inside // (size // 2)
 
 
 def open_gguf_source(file: Path) -> GgufSource:

@@ -31,7 +31,7 @@ JOURNAL = ".conversion.journal"
 LOCK = ".conversion.lock"
 FLUSH_BYTES = 256 << 20
 FLUSH_SECONDS = 2.0
-FORMAT = 1
+FORMAT = 2
 """Changes when spans are cut or numbered differently: a journal of another format is not used."""
 
 

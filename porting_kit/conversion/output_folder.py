@@ -1,8 +1,9 @@
 """The folder a checkpoint is written into: one writer at a time, resumable, complete only when config.json is there.
 
 Order of names: unfinished rank files are hidden; when all are on the disk they get their names, then the documents
-beside them are written, and config.json last. An old checkpoint loses its config.json before anything else of it is
-touched. A run that dies leaves the hidden files and the journal for the next one; an error of the input leaves nothing.
+beside them are written, and config.json last. A checkpoint that is there already stays as it is until then, and loses
+its config.json before anything else of it is touched; where the disk cannot hold both it goes first. A run that dies
+leaves the hidden files and the journal for the next one; an error of the input leaves nothing of its own.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class OutputFolder:
         journal: what is done so far.
         done: spans that an interrupted run finished.
         note: why an interrupted run was not continued, "" when there was none or it was.
+        dropped: the checkpoint that was there went first, for want of room.
     """
 
     path: Path
@@ -43,12 +45,20 @@ class OutputFolder:
     journal: Journal
     done: set[int] = field(default_factory=set)
     note: str = ""
+    dropped: bool = False
 
     def finish(self, config: Mapping[str, Any], documents: Mapping[str, Any]) -> tuple[Path, ...]:
         """Name the rank files, write the documents, then config.json. Returns the files of the checkpoint."""
         self.journal.close(self.journal.flush)
         for file in self.ranks:
+            file.require_complete()
+        for name in (CONFIG, RECEIPT):
+            (self.path / name).unlink(missing_ok=True)
+        sync_folder(self.path)
+        for file in self.ranks:
             file.commit()
+        for file in set(self.path.glob("rank*.safetensors")) - {file.path for file in self.ranks}:
+            file.unlink()  # of an earlier checkpoint with more ranks
         sync_folder(self.path)
         for name, document in documents.items():
             write_document(self.path / name, document)
@@ -59,13 +69,18 @@ class OutputFolder:
 
 @contextmanager
 def open_output(
-    path: Path, rank_tensors: Sequence[Mapping[str, tuple[str, Shape]]], description: dict[str, Any]
+    path: Path,
+    rank_tensors: Sequence[Mapping[str, tuple[str, Shape]]],
+    description: dict[str, Any],
+    *,
+    keep_earlier: bool = True,
 ) -> Iterator[OutputFolder]:
     """Take an output folder; go on with the unfinished files of an interrupted run of the same conversion.
 
     Args:
         rank_tensors: what each rank's file holds, see `ConversionPlan.rank_tensors`.
         description: see `describe_conversion`.
+        keep_earlier: leave a complete checkpoint that is there until this one is complete; False removes it first.
 
     Raises:
         CheckpointError: another run holds the folder, it cannot be written, or the disk is full.
@@ -78,11 +93,11 @@ def open_output(
     with lock_folder(path):
         folder: OutputFolder | None = None
         try:
-            folder = _start(path, rank_tensors, description)
+            folder = _start(path, rank_tensors, description, keep_earlier)
             yield folder
         except PortingKitError:
             _close(folder)
-            remove_checkpoint(path)
+            remove_unfinished(path) if (path / CONFIG).is_file() else remove_checkpoint(path)
             if not existed:
                 shutil.rmtree(path, ignore_errors=True)
             raise
@@ -97,27 +112,37 @@ def open_output(
 
 
 def _start(
-    path: Path, rank_tensors: Sequence[Mapping[str, tuple[str, Shape]]], description: dict[str, Any]
+    path: Path,
+    rank_tensors: Sequence[Mapping[str, tuple[str, Shape]]],
+    description: dict[str, Any],
+    keep_earlier: bool,
 ) -> OutputFolder:
-    (path / CONFIG).unlink(missing_ok=True)
-    sync_folder(path)
+    has_earlier = (path / CONFIG).is_file()
+    if has_earlier and not keep_earlier:
+        (path / CONFIG).unlink()
+        sync_folder(path)
+        for file in path.glob("rank*.safetensors"):
+            file.unlink()
+    is_whole = (path / CONFIG).is_file()
     done, note = read_journal(path, description)
     files = [path / f"rank{rank}.safetensors" for rank in range(len(rank_tensors))]
     ranks: list[RankFile] = []
     if done is not None:
         try:
             for file, tensors in zip(files, rank_tensors, strict=True):
-                ranks.append(RankFile(file, tensors, keep=True))
+                # Without config.json a file of the final name may be one that a stopped run had just renamed.
+                ranks.append(RankFile(file, tensors, keep=True, take_named=not is_whole))
         except CheckpointError as problem:
             done, note = None, problem.subject
             for rank in ranks:
                 rank.close()
     if done is None:
-        remove_checkpoint(path)
+        remove_unfinished(path) if is_whole else remove_checkpoint(path)
         ranks = []
         for file, tensors in zip(files, rank_tensors, strict=True):
             ranks.append(RankFile(file, tensors))
-    return OutputFolder(path, ranks, Journal(path, description, ranks, done or ()), done or set(), note)
+    journal = Journal(path, description, ranks, done or ())
+    return OutputFolder(path, ranks, journal, done or set(), note, has_earlier and not keep_earlier)
 
 
 def _close(folder: OutputFolder | None, *, flush: bool = False) -> None:
@@ -135,9 +160,14 @@ def _all_closed(ranks: Sequence[RankFile]) -> bool:
 
 def remove_checkpoint(path: Path) -> None:
     """Remove what a conversion left: config.json first, so that no half checkpoint looks whole."""
-    for file in (path / CONFIG, path / RECEIPT, path / JOURNAL):
+    for file in (path / CONFIG, path / RECEIPT, *path.glob("rank*.safetensors")):
         file.unlink(missing_ok=True)
-    for file in (*path.glob("rank*.safetensors"), *path.glob(".*.partial")):
+    remove_unfinished(path)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what an unfinished conversion left, and nothing of a checkpoint that is complete."""
+    for file in (path / JOURNAL, *path.glob(".*.partial")):
         file.unlink(missing_ok=True)
 
 

@@ -137,6 +137,9 @@ class TargetFit(Protocol):
     def refit_plan(self, plan: ConversionPlan, config: Mapping[str, Any]) -> ConversionPlan:
         """The plan with the fitted shapes and pieces, their origin "fitted"."""
 
+    def looks_at(self, planned: PlannedTensor) -> bool:
+        """Whether the fit needs a target's values, to change them or to know them; all others pass unchanged."""
+
     def refit_targets(self, targets: Iterator[Target]) -> Iterator[Target]:
         """The stream of (planned, sources, whole) with the fitted values."""
 

@@ -77,7 +77,7 @@ def prove_targets(
     gate = MemoryGate(MEMORY_BYTES)
 
     def prove(planned: PlannedTensor) -> Failure | None:
-        size = planned.num_bytes * COPIES
+        size = planned.num_bytes * COPIES + sum(_source_bytes(planned, name, source, heads) for name in planned.sources)
         gate.enter(size)
         try:
             parts = [readers[piece.rank](piece.name) for piece in planned.pieces]
@@ -160,6 +160,14 @@ def open_ranks(plan: ConversionPlan, folder: Path) -> list[ReadTensor]:
             )
         readers.append(TensorSource(entries, folder, CheckpointError).read)
     return readers
+
+
+def _source_bytes(planned: PlannedTensor, name: str, source: TensorSource, heads: HeadSet | None) -> int:
+    """Memory that one source takes while it is compared."""
+    if planned.origin != "heads" or heads is None:
+        return source.read_bytes(name)
+    origin = heads.origins[name]
+    return heads.source.read_bytes(origin) if origin is not None else 0
 
 
 def _one_line(problem: PortingKitError) -> str:

@@ -103,7 +103,7 @@ class SpanMaker:
     def _cut_target(self, planned: PlannedTensor, number: int) -> list[Span]:
         places = [self._locate(planned, name) for name in planned.sources]
         rows = None
-        if places and all(source is not None and source.is_mapped(name) for source, name in places):
+        if places and all(source is not None and source.has_rows(name) for source, name in places):
             rows = map_rows(planned, [source.shape(name) for source, name in places], self.plan.dims_of(planned))
         if rows is None:
             first = ("", 0)
@@ -146,25 +146,13 @@ class SpanMaker:
         step = max(BLOCK_VALUES // max(rows.width, 1), 1)
         for start in range(span.start, span.stop, step):
             self._write_block(span, places, start, min(start + step, span.stop), write)
-        for run in rows.find_runs(span.start, span.stop):
-            if run.source >= 0:
-                source, name = places[run.source]
-                row_bytes = rows.width * ITEM_BYTES[source.dtype(name)]
-                source.release(name, run.first * row_bytes, (run.first + run.count) * row_bytes)
 
     def _write_block(
         self, span: Span, places: Sequence[tuple[TensorSource | None, str]], start: int, stop: int, write: Write
     ) -> None:
         """Rows [start, stop) of a span: few enough to stay in the processor's cache on their way."""
         rows, dtype = span.rows, getattr(torch, span.planned.dtype)
-        parts = []
-        for run in rows.find_runs(start, stop):
-            source, name = places[max(run.source, 0)]
-            if run.source >= 0:
-                parts.append(source.read_rows(name, run.first, run.first + run.count, rows.width))
-            else:
-                parts.append(torch.zeros(run.count, rows.width, dtype=getattr(torch, source.dtype(name))))
-        block = parts[0] if len(parts) == 1 else self._join(parts)
+        block = self._read_block(span, places, start, stop)
         if rows.arithmetic:
             block = cast_tensor(self._change(block, rows.arithmetic), dtype, span.planned.target)
         else:
@@ -176,14 +164,25 @@ class SpanMaker:
                 values = self._take_columns(values, share)
             write(share.piece.rank, share.piece.name, place, torch.zeros_like(values) if share.piece.zero else values)
 
-    def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _read_block(
+        self, span: Span, places: Sequence[tuple[TensorSource | None, str]], start: int, stop: int
+    ) -> torch.Tensor:
         """Runs of rows one after the other, in scratch memory."""
-        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
-        joined, first = self._scratch("joined", dtype, sum(part.numel() for part in parts)), 0
-        for part in parts:
-            joined[first : first + part.numel()].copy_(part.reshape(-1))
-            first += part.numel()
-        return joined.reshape(-1, parts[0].shape[1])
+        width, runs = span.rows.width, list(span.rows.find_runs(start, stop))
+        kinds = [getattr(torch, source.dtype(name)) for source, name in (places[max(run.source, 0)] for run in runs)]
+        dtype = functools.reduce(torch.promote_types, kinds)
+        block, first = self._scratch("block", dtype, (stop - start) * width), 0
+        for run, kind in zip(runs, kinds, strict=True):
+            part, first = block[first : first + run.count * width], first + run.count * width
+            if run.source < 0:
+                part.zero_()
+                continue
+            source, name = places[run.source]
+            own = part if kind == dtype else self._scratch("part", kind, run.count * width)
+            source.read_rows(name, run.first, run.first + run.count, width, out=own)
+            if own is not part:
+                part.copy_(own)
+        return block.reshape(-1, width)
 
     def _cast(self, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The block in another dtype, in scratch memory; between 16-bit types by way of float32, which is faster."""
@@ -219,8 +218,3 @@ class SpanMaker:
         whole = build_target(planned, sources, self.plan.dims_of(planned), self.scalars)
         for piece in planned.pieces:
             write(piece.rank, piece.name, 0, cut_piece(whole, planned, piece))
-        del sources, whole
-        for name in planned.sources:
-            source, actual = self._locate(planned, name)
-            if source is not None:
-                source.release(actual)

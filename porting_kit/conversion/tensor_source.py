@@ -2,12 +2,13 @@
 
 Known: a folder of safetensors (single or sharded), of PyTorch .bin shards, one such file, or a GGUF file. The catalogue
 is built from headers alone (no torch import); every file that an index names is checked before anything is converted.
-Values come as views of memory-mapped files where the format allows it, so a tensor is in memory only while it is used.
+
+Values are read, not mapped: a file that is cut short while it is read then gives an error, where a mapped one would end
+the process. Rows can be read by themselves wherever the format says at which byte a tensor begins.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections.abc import Iterable, Mapping
@@ -31,7 +32,7 @@ class TensorSource:
         self, entries: Mapping[str, TensorEntry], where: Path, error: type[PortingKitError] = BaseModelError
     ) -> None:
         self.entries, self.where, self.error = dict(entries), where, error
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._descriptors: dict[Path, int] = {}
         self._states: dict[Path, dict[str, torch.Tensor]] = {}
         self._opening = threading.Lock()
         self.identity = {str(file): _identify(file) for file in self.files()}
@@ -59,7 +60,7 @@ class TensorSource:
         """All files that hold tensors, in order."""
         return tuple(dict.fromkeys(entry.file for entry in self.entries.values()))
 
-    def is_mapped(self, name: str) -> bool:
+    def has_rows(self, name: str) -> bool:
         """Whether rows of the tensor can be read by themselves, without memory for the rest."""
         return self.entries[name].offset is not None
 
@@ -69,8 +70,8 @@ class TensorSource:
         return str(entry.file), entry.offset or 0
 
     def read_bytes(self, name: str) -> int:
-        """Memory that `read` takes for itself: none for a view of a mapped file."""
-        return 0 if self.is_mapped(name) else self.entries[name].num_bytes
+        """Memory that `read` takes."""
+        return self.entries[name].num_bytes
 
     def check_unchanged(self, file: Path) -> None:
         """Raise when a file is no longer the one whose header was read: size, time stamp or file number differ."""
@@ -84,8 +85,11 @@ class TensorSource:
                 next_step="wait until the download or copy has finished, then run again",
             )
 
-    def read_rows(self, name: str, start: int, stop: int, width: int) -> torch.Tensor:
-        """Rows [start, stop) of a mapped tensor seen as [rows, width]; a view of the file, see `read`.
+    def read_rows(self, name: str, start: int, stop: int, width: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows [start, stop) of a tensor seen as [rows, width].
+
+        Args:
+            out: where the values go, flat, of the tensor's dtype; memory of its own when None.
 
         Raises:
             error: the file has changed since its header was read.
@@ -94,51 +98,51 @@ class TensorSource:
 
         entry = self.entries[name]
         self.check_unchanged(entry.file)
-        item, dtype = ITEM_BYTES[entry.dtype], getattr(torch, entry.dtype)
-        first, count = entry.offset + start * width * item, (stop - start) * width
-        if count == 0:
-            return torch.empty(stop - start, width, dtype=dtype)
-        data = self._map(entry.file)
-        if entry.offset % item:
-            return torch.frombuffer(bytearray(data[first : first + count * item]), dtype=dtype).reshape(-1, width)
-        return torch.frombuffer(data, dtype=dtype, count=count, offset=first).reshape(-1, width)
-
-    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Give back the pages of bytes [start, stop) of a mapped tensor; a later read maps them again."""
-        entry = self.entries[name]
-        data = self._maps.get(entry.file)
-        if data is None or entry.offset is None or not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        last = entry.offset + (entry.num_bytes if stop is None else stop)
-        first = (entry.offset + start) // mmap.PAGESIZE * mmap.PAGESIZE
-        data.madvise(mmap.MADV_DONTNEED, first, min(last, len(data)) - first)
+        count = (stop - start) * width
+        if out is None:
+            out = torch.empty(count, dtype=getattr(torch, entry.dtype))
+        if count:
+            view = memoryview(out.view(torch.uint8).numpy())
+            self._fill(entry.file, view, entry.offset + start * width * ITEM_BYTES[entry.dtype])
+        return out.reshape(-1, width) if count else out.reshape(stop - start, width)
 
     def read(self, name: str) -> torch.Tensor:
-        """The values, shape and dtype as in the file. A view of the mapped file: clone before changing it."""
-        import torch
+        """The values, shape and dtype as in the file.
 
+        Raises:
+            error: the file has changed since its header was read.
+        """
         entry = self.entries[name]
-        self.check_unchanged(entry.file)
         if entry.offset is None:
+            self.check_unchanged(entry.file)
             return self._state(entry.file)[name]
-        dtype = getattr(torch, entry.dtype)
-        if entry.num_bytes == 0:
-            return torch.empty(entry.shape, dtype=dtype)
         count = entry.num_bytes // ITEM_BYTES[entry.dtype]
-        data = self._map(entry.file)
-        if entry.offset % ITEM_BYTES[entry.dtype]:
-            # torch wants aligned views; writers that do not pad their header make unaligned files
-            data = bytearray(data[entry.offset : entry.offset + entry.num_bytes])
-            return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
-        return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
+        return self.read_rows(name, 0, count, 1).reshape(entry.shape)
 
-    def _map(self, file: Path) -> mmap.mmap:
+    def _fill(self, file: Path, view: memoryview, offset: int) -> None:
+        """Bytes of a file from `offset` on. Raises the source's error when it ends before."""
+        descriptor = self._open(file)
+        while view:
+            count = os.preadv(descriptor, [view], offset)
+            if count == 0:
+                self.check_unchanged(file)
+                raise self.error(
+                    f"{file.name} ends too early",
+                    expected=f"{len(view)} bytes more from byte {offset} on",
+                    where=file,
+                    next_step="fetch the file again",
+                )
+            view, offset = view[count:], offset + count
+
+    def _open(self, file: Path) -> int:
         with self._opening:
-            if file not in self._maps:
-                with file.open("rb") as stream:
-                    # a private copy-on-write map: torch views must be writable, the file never changes
-                    self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-            return self._maps[file]
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            return self._descriptors[file]
+
+    def __del__(self) -> None:
+        for descriptor in getattr(self, "_descriptors", {}).values():
+            os.close(descriptor)
 
     def _state(self, file: Path) -> dict[str, torch.Tensor]:
         with self._opening:
@@ -165,8 +169,6 @@ def _load_pickle(file: Path, error: type[PortingKitError]) -> dict:
     import torch
 
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:  # the older format cannot be mapped
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as problem:
         raise error(f"{file.name} cannot be read", found=str(problem).splitlines()[0], where=file) from None

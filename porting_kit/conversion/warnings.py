@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,9 @@ from porting_kit.conversion.tensor_source import TensorSource
 
 if TYPE_CHECKING:
     from porting_kit.conversion.heads import HeadSet
+
+BLOCK_VALUES = 1 << 21
+"""Values of each of two tensors that are compared at a time."""
 
 
 def list_warnings(plan: ConversionPlan, source: TensorSource, heads: HeadSet | None) -> tuple[str, ...]:
@@ -47,18 +51,30 @@ def _pickle_warnings(source: TensorSource, heads: HeadSet | None) -> Iterator[st
 
 
 def _tied_warning(plan: ConversionPlan, source: TensorSource) -> Iterator[str]:
-    import torch
-
     if not plan.base.tied:
         return
     for planned in plan.tensors:
         if planned.target == "lm_head.weight" and planned.origin == "base":
             (embedding,) = [t.sources[0] for t in plan.tensors if t.target == "transformer.vocab_embedding.weight"]
-            own = source.read(planned.sources[0])
-            if not torch.equal(own, source.read(embedding)):
+            if not _are_equal(source, planned.sources[0], embedding):
                 yield (
                     f"the config ties the output matrix to the embedding, but {planned.sources[0]} differs from it; "
                     "the file's own matrix is used"
                 )
-            source.release(planned.sources[0])
-            source.release(embedding)
+
+
+def _are_equal(source: TensorSource, first: str, second: str) -> bool:
+    """Whether two tensors hold the same values, compared a few MiB at a time where rows can be read."""
+    import torch
+
+    shape = source.shape(first)
+    if shape != source.shape(second):
+        return False
+    if not (source.has_rows(first) and source.has_rows(second)):
+        return torch.equal(source.read(first), source.read(second))
+    width = shape[-1]
+    rows, step = math.prod(shape[:-1]), max(BLOCK_VALUES // max(width, 1), 1)
+    return all(
+        torch.equal(*(source.read_rows(name, start, min(start + step, rows), width) for name in (first, second)))
+        for start in range(0, rows, step)
+    )

@@ -215,7 +215,8 @@ class _Tensor:
     """Stands for one tensor of a PyTorch pickle."""
 
     def __init__(self, storage: _Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
-        self.storage, self.offset, self.shape, self.stride = storage, offset, tuple(shape), tuple(stride)
+        self.storage, self.offset = storage, int(offset)
+        self.shape, self.stride = tuple(shape), tuple(stride)
 
 
 def _rebuild_tensor(storage: _Storage, offset: int, shape: tuple, stride: tuple, *_: object) -> _Tensor:
@@ -246,7 +247,7 @@ class _HeaderUnpickler(pickle.Unpickler):
 
 
 def _read_zip_pickle(file: Path, error: type[PortingKitError]) -> dict[str, TensorEntry]:
-    """Names and shapes in a zip-format .bin/.pt; the older tar-less format is read by torch itself."""
+    """Names, shapes and places in a zip-format .bin/.pt; the older tar-less format is read by torch itself."""
     try:
         archive = zipfile.ZipFile(file)
     except zipfile.BadZipFile:
@@ -266,10 +267,55 @@ def _read_zip_pickle(file: Path, error: type[PortingKitError]) -> dict[str, Tens
                 where=file,
                 next_step="save it again with torch.save(model.state_dict(), ...) or as safetensors",
             ) from None
-    return {
-        name: TensorEntry(name, tensor.storage.dtype, tensor.shape, file)
-        for name, tensor in _tensors_of(state, file, error)
-    }
+        places = _StoragePlaces(archive, file, name.removesuffix("data.pkl"))
+        return {
+            name: TensorEntry(name, tensor.storage.dtype, tensor.shape, file, places.find(tensor))
+            for name, tensor in _tensors_of(state, file, error)
+        }
+
+
+class _StoragePlaces:
+    """Where values lie in a PyTorch zip: torch stores them as they are, one storage an entry, without compression."""
+
+    def __init__(self, archive: zipfile.ZipFile, file: Path, prefix: str) -> None:
+        self.archive, self.file, self.prefix = archive, file, prefix
+        self._starts: dict[str, int | None] = {}
+        names = archive.namelist()
+        is_big = f"{prefix}byteorder" in names and archive.read(f"{prefix}byteorder").strip() != b"little"
+        self._is_readable = not is_big
+
+    def find(self, tensor: _Tensor) -> int | None:
+        """First byte of a tensor in the file; None where torch must read it: compressed, strided or big-endian."""
+        item, key = ITEM_BYTES[tensor.storage.dtype], tensor.storage.key
+        if not self._is_readable or tensor.stride != _row_strides(tensor.shape):
+            return None
+        if key not in self._starts:
+            self._starts[key] = self._find_start(key)
+        start, size = self._starts[key], math.prod(tensor.shape) * item
+        if start is None or tensor.offset * item + size > self.archive.getinfo(f"{self.prefix}data/{key}").file_size:
+            return None
+        return start + tensor.offset * item
+
+    def _find_start(self, key: str) -> int | None:
+        """First byte of a storage: behind its local header, whose two lengths differ from the directory's."""
+        try:
+            entry = self.archive.getinfo(f"{self.prefix}data/{key}")
+        except KeyError:
+            return None
+        if entry.compress_type != zipfile.ZIP_STORED:
+            return None
+        with self.file.open("rb") as stream:
+            stream.seek(entry.header_offset)
+            header = stream.read(30)
+        if len(header) < 30 or header[:4] != b"PK\x03\x04":
+            return None
+        name, extra = struct.unpack("<HH", header[26:30])
+        return entry.header_offset + 30 + name + extra
+
+
+def _row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a tensor whose rows lie one after the other."""
+    return tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
 
 
 def _tensors_of(state: object, file: Path, error: type[PortingKitError]) -> list[tuple[str, _Tensor]]:

@@ -97,6 +97,10 @@ class TargetFit:
         self._fitted = {planned.target: planned for planned in tensors if planned.origin == FITTED_ORIGIN}
         return replace(plan, tensors=tuple(tensors), dims=dims)
 
+    def looks_at(self, planned: PlannedTensor) -> bool:
+        """Whether a target belongs to a layer's attention, which is fitted as one."""
+        return bool(self.plan.steps) and _attention_prefix(planned.target) is not None
+
     def refit_targets(self, targets: Iterable[Target]) -> Iterator[Target]:
         """The conversion's stream of whole targets, the attention's fitted.
 

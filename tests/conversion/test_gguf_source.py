@@ -102,6 +102,42 @@ def test_quantised_tensors_become_float32(tmp_path: Path) -> None:
     assert torch.equal(found, torch.from_numpy(gguf.dequantize(packed, kind)))
 
 
+def test_a_gguf_base_is_converted_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that the file interleaves come in order from any block, and no tensor is made whole."""
+    from porting_kit.conversion import convert_checkpoint, gguf_source, spans
+
+    raw = raw_config("llama", rope_theta=50000.0, tie_word_embeddings=True)
+    raw |= {"attention_bias": False, "mlp_bias": False}
+    write_gguf(tmp_path / "model.gguf", "llama", raw, random_tensors(read_base_config(raw)))
+    convert_checkpoint(tmp_path, tmp_path / "whole", dtype="float16", tp_size=2)
+    monkeypatch.setattr(spans, "SPAN_BYTES", 1024)
+    monkeypatch.setattr(spans, "BLOCK_VALUES", 96)
+    monkeypatch.setattr(gguf_source, "RUN_VALUES", 64)
+    monkeypatch.setattr(gguf_source.GgufSource, "read", lambda *_: pytest.fail("a whole tensor was read"))
+    convert_checkpoint(tmp_path, tmp_path / "blocks", dtype="float16", tp_size=2, verify=False)
+    for rank in range(2):
+        name = f"rank{rank}.safetensors"
+        assert (tmp_path / "blocks" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (7, 33), (31, 32), (39998, 39999)])
+def test_rows_of_quantised_blocks_are_those_of_the_whole(start: int, stop: int, tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType.Q8_0
+    values = torch.randn(40000, 64, generator=torch.Generator().manual_seed(1)).numpy()
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
+    packed = gguf.quantize(values, kind)
+    writer.add_tensor("token_embd.weight", packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    source = open_tensor_source(tmp_path / "model.gguf")
+    whole = torch.from_numpy(gguf.dequantize(packed, kind))
+    assert torch.equal(source.read_rows("model.embed_tokens.weight", start, stop, 64), whole[start:stop])
+    elements = source.read_rows("model.embed_tokens.weight", start * 64 + 5, stop * 64 + 7, 1)  # from inside a block
+    assert torch.equal(elements.reshape(-1), whole.reshape(-1)[start * 64 + 5 : stop * 64 + 7])
+
+
 @pytest.mark.parametrize(
     ("data", "text"),
     [

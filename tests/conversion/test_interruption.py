@@ -8,15 +8,18 @@ import os
 import resource
 import signal
 import subprocess
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from porting_kit.conversion import convert_checkpoint, spans
+from porting_kit.architectures.base_config import read_base_config
+from porting_kit.conversion import convert_checkpoint, estimate, spans
 from porting_kit.conversion.checkpoint import RankFile
 from porting_kit.conversion.journal import JOURNAL, LOCK, Journal, lock_folder
-from porting_kit.errors import BaseModelError, CheckpointError
+from porting_kit.errors import BaseModelError, CheckpointError, ConversionError
 from tests.conversion.kills import (
     LARGER,
     convert_with_small_spans,
@@ -25,7 +28,7 @@ from tests.conversion.kills import (
     looks_complete,
     start_conversion,
 )
-from tests.conversion.rule_models import raw_config, write_model
+from tests.conversion.rule_models import random_tensors, raw_config, write_model
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,9 @@ def test_an_interrupt_keeps_what_is_done(base, expected, tmp_path, monkeypatch) 
     read: list[str] = []
     source_rows = spans.TensorSource.read_rows
     monkeypatch.setattr(
-        spans.TensorSource, "read_rows", lambda self, name, *rest: read.append(name) or source_rows(self, name, *rest)
+        spans.TensorSource,
+        "read_rows",
+        lambda self, name, *rest, **options: read.append(name) or source_rows(self, name, *rest, **options),
     )
     outcome = convert_with_small_spans(base, tmp_path / "out")
     assert outcome.resumed_spans >= 15
@@ -144,10 +149,64 @@ def test_a_run_killed_between_the_renames_is_finished(base, expected, tmp_path, 
     assert digest(tmp_path / "out") == expected
 
 
-def test_an_old_checkpoint_stops_looking_complete_first(base, tmp_path, monkeypatch) -> None:
-    convert_checkpoint(base, tmp_path / "out", dtype="float32", verify=False)
-    interrupt(base, tmp_path / "out", monkeypatch, count=0)
-    assert not looks_complete(tmp_path / "out")
+def test_an_earlier_checkpoint_stays_until_the_new_one_is_complete(base, expected, tmp_path, monkeypatch) -> None:
+    """Interrupted, refused, gone on with: what was complete before is complete and unchanged until the last moment."""
+    convert_checkpoint(base, tmp_path / "out", dtype="float32", tp_size=4, verify=False)
+    earlier, receipt = digest(tmp_path / "out"), (tmp_path / "out" / "receipt.json").read_bytes()
+    with monkeypatch.context() as patch:
+        stop_after(patch, 40, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            convert_with_small_spans(base, tmp_path / "out")
+    assert (looks_complete(tmp_path / "out"), digest(tmp_path / "out")) == (True, earlier)
+    assert (tmp_path / "out" / "receipt.json").read_bytes() == receipt
+    outcome = convert_with_small_spans(base, tmp_path / "out")
+    assert outcome.resumed_spans > 0
+    assert digest(tmp_path / "out") == expected  # and the files of the two ranks more are gone
+    assert not list((tmp_path / "out").glob(".*.partial"))
+
+
+def test_a_value_that_overflows_late_leaves_the_earlier_checkpoint(base, tmp_path) -> None:
+    convert_with_small_spans(base, tmp_path / "out")
+    earlier = digest(tmp_path / "out")
+    raw = raw_config("llama", **LARGER)
+    write_model(tmp_path / "base", raw, dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    tensors["lm_head.weight"][-1, -1] = 1e6
+    save_file(tensors, tmp_path / "base" / "model.safetensors")
+    with pytest.raises(ConversionError, match="does not fit float16"):
+        convert_with_small_spans(tmp_path / "base", tmp_path / "out")
+    assert (looks_complete(tmp_path / "out"), digest(tmp_path / "out")) == (True, earlier)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {*earlier, "config.json", "receipt.json"}
+
+
+def test_an_earlier_checkpoint_of_the_same_header_is_never_taken_for_the_new_one(base, tmp_path, monkeypatch) -> None:
+    """Same names, shapes and journal, and the unfinished file is gone: what lies there is the old model's."""
+    convert_with_small_spans(base, tmp_path / "out")
+    raw = raw_config("llama", **LARGER)
+    other = {name: tensor * 0.5 for name, tensor in random_tensors(read_base_config(raw), torch.bfloat16).items()}
+    write_model(tmp_path / "base", raw, other)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 40, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            convert_with_small_spans(tmp_path / "base", tmp_path / "out")
+    (tmp_path / "out" / ".rank1.safetensors.partial").unlink()
+    outcome = convert_with_small_spans(tmp_path / "base", tmp_path / "out")
+    assert outcome.resumed_spans == 0
+    convert_with_small_spans(tmp_path / "base", tmp_path / "fresh")
+    assert digest(tmp_path / "out") == digest(tmp_path / "fresh")
+
+
+def test_where_the_disk_cannot_hold_both_the_earlier_checkpoint_goes_first(
+    base, expected, tmp_path, monkeypatch
+) -> None:
+    convert_with_small_spans(base, tmp_path / "out")
+    own = sum(file.stat().st_blocks * 512 for file in (tmp_path / "out").glob("rank*"))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda _: usage(1, 1, 1_200_000))
+    assert own > 400_000
+    outcome = convert_with_small_spans(base, tmp_path / "out")
+    assert any("no room for two checkpoints" in warning for warning in outcome.warnings)
+    assert digest(tmp_path / "out") == expected
 
 
 def test_a_folder_in_use_is_refused(base, tmp_path) -> None:

@@ -72,9 +72,9 @@ def test_no_tensor_is_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.M
     read: list[tuple[str, int, int]] = []
     read_rows = source_type.read_rows
 
-    def watch(self, name: str, start: int, stop: int, width: int) -> torch.Tensor:
+    def watch(self, name: str, start: int, stop: int, width: int, **options) -> torch.Tensor:
         read.append((name, start, stop))
-        return read_rows(self, name, start, stop, width)
+        return read_rows(self, name, start, stop, width, **options)
 
     monkeypatch.setattr(source_type, "read_rows", watch)
     monkeypatch.setattr(source_type, "read", lambda *_: pytest.fail("a whole tensor was read"))

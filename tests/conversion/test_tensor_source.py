@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from porting_kit.conversion import open_tensor_source
+from porting_kit.conversion.tensor_source import TensorSource
 from porting_kit.errors import BaseModelError
 
 TENSORS = {
@@ -108,6 +111,73 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     message = refused(tmp_path)
     assert "1 of the 2 shards that the index names are missing" in message
     assert files[1].name in message
+
+
+def cut_after_the_check(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """The file loses its end in the moment between the look at it and the read."""
+    check = TensorSource.check_unchanged
+    cut: list[Path] = []
+
+    def check_then_cut(self, file: Path) -> None:
+        check(self, file)
+        if not cut:
+            cut.append(file)
+            os.truncate(file, size)
+
+    monkeypatch.setattr(TensorSource, "check_unchanged", check_then_cut)
+
+
+@pytest.mark.parametrize("how", ["whole", "rows"])
+def test_a_file_cut_short_after_the_check_is_an_error_and_not_the_end_of_the_process(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapped file would end the process with SIGBUS here."""
+    save_file({"x": torch.ones(1 << 16, 8)}, tmp_path / "model.safetensors")
+    source = open_tensor_source(tmp_path)
+    cut_after_the_check(monkeypatch, 4096)
+    with pytest.raises(BaseModelError, match=r"model\.safetensors changed while it was read"):
+        source.read("x") if how == "whole" else source.read_rows("x", 60000, 60010, 8)
+
+
+def test_plain_pickles_are_read_where_their_values_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch stores values uncompressed in its zip: rows of them are read without the rest, and without a pickle."""
+    shared = torch.arange(24.0).reshape(6, 4)
+    tensors = {
+        **TENSORS,
+        "shared": shared,
+        "part": shared[2:4],
+        "scalar": torch.tensor(3.0),
+        "flags": torch.ones(3) > 0,
+    }
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("the pickle was loaded"))
+    source = open_tensor_source(tmp_path)
+    for name, tensor in tensors.items():
+        assert source.has_rows(name)
+        assert torch.equal(source.read(name), tensor), name
+    assert torch.equal(source.read_rows("shared", 1, 3, 4), shared[1:3])
+
+
+def test_values_that_do_not_lie_in_rows_are_left_to_torch(tmp_path: Path) -> None:
+    turned = torch.arange(12.0).reshape(3, 4).T
+    torch.save({"turned": turned, "plain": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    source = open_tensor_source(tmp_path)
+    assert (source.has_rows("turned"), source.has_rows("plain")) == (False, True)
+    assert torch.equal(source.read("turned"), turned)
+
+
+@pytest.mark.parametrize("change", ["compressed", "big-endian"])
+def test_a_zip_that_torch_did_not_write_so_is_left_to_torch(change: str, tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(2, 3)}, tmp_path / "plain.bin")
+    with zipfile.ZipFile(tmp_path / "plain.bin") as old, zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w") as new:
+        for entry in old.infolist():
+            content = old.read(entry)
+            if change == "big-endian" and entry.filename.endswith("byteorder"):
+                content = b"big"
+            how = zipfile.ZIP_DEFLATED if change == "compressed" else zipfile.ZIP_STORED
+            new.writestr(entry.filename, content, how)
+    (tmp_path / "plain.bin").unlink()
+    assert not open_tensor_source(tmp_path).has_rows("x")
 
 
 def test_a_web_page_in_place_of_weights_is_named(tmp_path: Path) -> None:

@@ -77,12 +77,34 @@ def test_damaged_fitted_tensor_is_seen(saved, monkeypatch):
     folder, _, _, plan = saved
     write = RankFile.write
 
-    def damage(self, name, tensor):
-        write(self, name, tensor + 1 if name.endswith("layers.1.attention.dense.weight") else tensor)
+    def damage(self, name, tensor, place=0):
+        write(self, name, tensor + 1 if name.endswith("layers.1.attention.dense.weight") else tensor, place)
 
     monkeypatch.setattr(RankFile, "write", damage)
     with pytest.raises(ConversionError, match="not what the kernel fit made"):
         convert_checkpoint(folder / "base", folder / "damaged", dtype="float32", fit=plan.for_conversion())
+
+
+def test_only_the_attention_is_made_whole(saved, monkeypatch):
+    """All else is streamed by rows, as without a fit."""
+    from porting_kit.conversion import convert, spans
+
+    folder, _, _, plan = saved
+    whole, streamed = [], []
+    build, write = convert.iterate_targets, spans.SpanMaker.write
+
+    def watch(chosen, *rest):
+        whole.extend(planned.target for planned in chosen.tensors)
+        return build(chosen, *rest)
+
+    monkeypatch.setattr(convert, "iterate_targets", watch)
+    monkeypatch.setattr(spans.SpanMaker, "write", lambda self, span, to: streamed.append(span) or write(self, span, to))
+    again = convert_checkpoint(folder / "base", folder / "again", dtype="float32", fit=plan.for_conversion())
+    assert whole
+    assert all(".attention." in name for name in whole)
+    assert {span.planned.target for span in streamed if span.rows is not None} >= {"lm_head.weight"}
+    assert not {span.planned.target for span in streamed} & set(whole)
+    assert again.verified == len(again.targets)
 
 
 def test_fit_of_another_model_is_refused(saved):
