@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 SHARE_OF_MEMORY = 0.6
 """Of the memory that is free, what whole weights may take; the rest is for states and logits."""
 
+_RENAMED = {"lm_head.weight": "embed_out.weight"}  # GPT-NeoX, renamed by transformers 5
+
 
 def needs_streaming(path: str | Path, dtype: str | torch.dtype, device: str | torch.device) -> bool:
     """Whether the base's weights in this type take more than their share of the memory that is free on the device."""
@@ -129,7 +131,7 @@ def _match_names(model: nn.Module, source: TensorSource) -> dict[str, str]:
     tied = set(_tied_names(model))
     found, missing = {}, []
     for name, parameter in model.named_parameters():
-        candidates = (name, name.removeprefix(prefix), f"{prefix}{name}")
+        candidates = (name, name.removeprefix(prefix), f"{prefix}{name}", _RENAMED.get(name, name))
         chosen = next((candidate for candidate in candidates if candidate in source), None)
         if chosen is not None and source.shape(chosen) == tuple(parameter.shape):
             found[name] = chosen

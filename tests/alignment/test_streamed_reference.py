@@ -15,7 +15,7 @@ from porting_kit.errors import BaseModelError
 from tests.alignment.tiny_ports import make_base, make_prompts
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "bloom", "gptneox"])
 def test_a_streamed_base_says_the_same(family: str, tmp_path: Path):
     base = make_base(tmp_path / "base", family)
     whole, streamed = load_reference(base), open_streamed_reference(base)
