@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from porting_kit.diagnosis.port_state import PortState
 
 
-def shift_heads(state: PortState) -> PortState:
-    """Head h gets the weights of head h + 1, the last those of the first."""
-    count = int(state.config["num_medusa_heads"])
+def order_heads(order: Callable[[int, int], int]) -> Callable[[PortState], PortState]:
+    """Head h gets the weights of another.
 
-    def shifted(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        parts = name.split(".")
-        if parts[0] != "medusa_heads":
-            return tensor
-        parts[1] = str((int(parts[1]) + 1) % count)
-        return state.tensors[".".join(parts)]
+    Args:
+        order: (h, number of heads) -> whose.
+    """
 
-    return state.with_tensors(shifted)
+    def apply(state: PortState) -> PortState:
+        count = int(state.config["num_medusa_heads"])
+
+        def taken(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            parts = name.split(".")
+            if parts[0] != "medusa_heads":
+                return tensor
+            parts[1] = str(order(int(parts[1]), count))
+            return state.tensors[".".join(parts)]
+
+        return state.with_tensors(taken)
+
+    return apply
+
+
+shift_heads = order_heads(lambda head, count: (head + 1) % count)
+"""The last gets those of the first."""
+
+OTHER_ORDERS = (
+    order_heads(lambda head, count: (head - 1) % count),
+    order_heads(lambda head, count: count - 1 - head),
+)
+"""Shifted the other way; in reverse."""
 
 
 def lacks_heads(state: PortState, at_least: int = 1) -> str | None:

@@ -38,6 +38,9 @@ SHORTEST_BEGINNING = 8
 POORER = 0.8
 """Heads of another base accept at most this share of the tokens per step that the base's own heads would."""
 
+MORE_EMPTY = 0.2
+"""And so many more of their steps accept no draft at all."""
+
 RULED_OUT_FIRST = "ruled out: a first token is wrong, which the context phase chose"
 RULED_OUT_TEXT = "ruled out: the text is wrong, which heads cannot change"
 RULED_OUT_DRAWN = "ruled out: without logits any other text could have been sampled"
@@ -249,6 +252,8 @@ class Search:
         observed = [length for row in self.focus.accepted_lengths for length in row]
         healthy = [length for row in self.healthy_lengths for length in row]
         is_poorer = sum(observed) / len(observed) <= POORER * sum(healthy) / len(healthy)
+        # A smaller tree gives shorter steps too, but not more that accept nothing.
+        is_poorer &= observed.count(1) / len(observed) >= healthy.count(1) / len(healthy) + MORE_EMPTY
         steps = torch.zeros_like(self.healthy.steps) if is_poorer else self.healthy.steps
         figures = replace(self.healthy.figures, unexplained_steps=int(steps.sum()))
         found = replace(self.healthy, steps=steps, figures=figures)
