@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from typing import Any
 
 import numpy as np
@@ -56,7 +55,6 @@ def measure_lines(cases: tuple[tuple[int, int, int], ...]) -> list[dict[str, Any
     """One row a case."""
     rows = []
     for heads, pairs, length in cases:
-        started = time.perf_counter()
         fit = fit_alibi(alibi_slopes(heads), pairs, length)
         rows.append(
             {
@@ -67,7 +65,6 @@ def measure_lines(cases: tuple[tuple[int, int, int], ...]) -> list[dict[str, Any
                 "error_nats": fit.error_nats,
                 "floor_nats": fit.floor_nats,
                 "float16_noise_nats": fit.noise_nats,
-                "seconds": time.perf_counter() - started,
             }
         )
     return rows

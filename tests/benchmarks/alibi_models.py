@@ -12,8 +12,8 @@ Run `python -m tests.benchmarks.alibi_models [--quick] [--json] [--source TREE] 
   agreement and margins of the next-token distributions against the unfitted base on text that the calibration did not
   see. The demo's Bloom (2 heads) always; with `--train SECONDS` also a Bloom with Bloom-1b7's heads (16 of 128 dims)
   that is trained here for so long on the source text of Python's standard library, byte by byte.
-- random: the same for random weights with Bloom-1b7's heads and 4,096 words, which use all directions of a head alike:
-  the worst case.
+- random: the same for random weights with 8 heads of 128 dims and 2,048 words, which use all directions of a head
+  alike: the worst case.
 - profile: attention by distance on the demo's Bloom, exact, without the bias, and fitted; for the picture.
 """
 
@@ -57,7 +57,7 @@ TRANSFORMS = {
     "fold_alibi": (DTYPES, (112, 96), (116, 112, 96)),
     "write_positions": (("float32", "bfloat16"), (124,), (124,)),
 }
-RANDOM_VOCAB = 4096
+RANDOM_VOCAB = 2048
 PARTS = ("families", "trained", "random", "profile")
 
 
@@ -196,7 +196,8 @@ def measure_case(case: Case, length: int, source: str | None, device: str) -> li
     exact = read_attention(model.build("float32"), texts)
 
     def compare(emulated: Any) -> dict[str, float]:
-        return {**compare_with_reference(expected, emulated), **compare_attention(exact, emulated, texts)}
+        change = compare_attention(exact, emulated, texts)["total_variation_mean"]
+        return {**compare_with_reference(expected, emulated), "total_variation_mean": change}
 
     unfitted: dict[str, dict[str, float]] = {}
     rows = []
@@ -220,7 +221,6 @@ def measure_case(case: Case, length: int, source: str | None, device: str) -> li
                 "kept_dims": keep,
                 "dtype": dtype,
                 "line_error_nats": notes[-1]["logit_error_nats"],
-                **({"discarded_share_worst": notes[0]["discarded_share_worst"]} if keep else {}),
                 **{f"{name}_{key}": value for name, each in found.items() for key, value in each.items()},
             }
         )
@@ -267,8 +267,8 @@ def open_trained(base: Path, device: str) -> tuple[Model, list[list[int]]]:
 
 
 def open_random() -> tuple[Model, list[list[int]]]:
-    """A random Bloom with Bloom-1b7's heads and more words than a head has dims: heads use all directions alike."""
-    size = ToySize(16 * 128, 2, 16, 16, vocab=RANDOM_VOCAB)
+    """A random Bloom with heads of 128 dims and more words than that: its heads use all directions alike."""
+    size = ToySize(8 * 128, 2, 8, 8, vocab=RANDOM_VOCAB)
     reference = make_reference("bloom", size)
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)
@@ -276,8 +276,8 @@ def open_random() -> tuple[Model, list[list[int]]]:
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     model = Model(None, config, tensors, open_source_tree("bundled"), "cpu")
     generator = torch.Generator().manual_seed(5)
-    texts = torch.randint(0, RANDOM_VOCAB, (40, 192), generator=generator).tolist()
-    model.moments = measure_activations(model.build("float32"), texts[16:])
+    texts = torch.randint(0, RANDOM_VOCAB, (32, 192), generator=generator).tolist()
+    model.moments = measure_activations(model.build("float32"), texts[8:])
     return model, texts[:8]
 
 
@@ -304,7 +304,7 @@ def measure_trained(
     exact = {dtype: read_attention(original, unseen) for dtype, original in originals.items()}
     for transform, keep, dtype in fits:
         original, fitted = originals[dtype], model.fit(transform, keep, dtype, length)
-        loss, line = (note["figures"] for note in fitted.config[CONFIG_KEY]["notes"])
+        loss = fitted.config[CONFIG_KEY]["notes"][0]["figures"]
         rows.append(
             {
                 "base": name,
@@ -312,9 +312,7 @@ def measure_trained(
                 "transform": transform,
                 "kept_dims": keep,
                 "discarded_share_worst": loss["discarded_share_worst"],
-                "logit_error_nats_mean": loss["logit_error_nats_mean"],
                 "logit_error_nats_worst": loss["logit_error_nats_worst"],
-                "line_error_nats": line["logit_error_nats"],
                 **compare_models(original, fitted, unseen),
                 **compare_attention(exact[dtype], fitted, unseen),
             }
@@ -339,9 +337,7 @@ def compare_models(original: Any, fitted: Any, texts: list[list[int]]) -> dict[s
         agreements.append(chosen == theirs.argmax(-1))
         margins.append(theirs.max(-1).values - theirs.gather(-1, chosen[:, None])[:, 0])
     return {
-        "positions": sum(map(len, texts)),
         "mean_divergence": torch.cat(divergences).mean().item(),
-        "largest_divergence": torch.cat(divergences).max().item(),
         "token_agreement": torch.cat(agreements).double().mean().item(),
         "largest_margin": torch.cat(margins).max().item(),
     }

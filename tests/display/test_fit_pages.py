@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from porting_kit.display import fit_pages
-from porting_kit.display.fit_pages import draw_pictures, write_fit_page, write_kernel_page
+from porting_kit.display.fit_pages import NAMES, draw_pictures, write_fit_page
+from porting_kit.display.kernel_page import write_kernel_page
+from porting_kit.kernel_fit.alibi import ERROR_BOUND_NATS
 
 HOWTO = Path(__file__).parents[2] / "notebooks" / "howto"
 LARGEST_PICTURE = 60_000
@@ -17,17 +19,16 @@ LARGEST_PICTURE = 60_000
 
 @pytest.fixture(scope="module")
 def figures():
-    return {name: json.loads((HOWTO / "figures" / f"{name}.json").read_text()) for name in ("xqa", "alibi_fit")}
+    return {name: json.loads((HOWTO / "figures" / f"{name}.json").read_text()) for name in NAMES}
 
 
-@pytest.mark.parametrize(
-    ("name", "page", "write"),
-    [("xqa", "real_kernel.md", write_kernel_page), ("alibi_fit", "fit_figures.md", write_fit_page)],
-)
-def test_committed_pages_are_what_the_command_writes(figures, name, page, write):
-    assert write(figures[name]) == (HOWTO / page).read_text(encoding="utf-8"), (
-        "run python -m porting_kit.display.fit_pages"
-    )
+def test_committed_pages_are_what_the_command_writes(figures):
+    pages = {
+        "real_kernel.md": write_kernel_page(figures["xqa"]),
+        "fit_figures.md": write_fit_page(figures["alibi_fit"], figures["alibi_models"]),
+    }
+    for page, text in pages.items():
+        assert text == (HOWTO / page).read_text(encoding="utf-8"), "run python -m porting_kit.display.fit_pages"
 
 
 def test_another_figure_makes_another_page(figures):
@@ -50,17 +51,40 @@ def test_the_figures_hold_what_the_pages_claim(figures):
     shapes = {row["shape"] for row in fit["attention"]}
     assert {"bloom 64", "bloom 80", "bloom 96", "falcon-rw 64"} <= shapes
     small = [row for row in fit["attention"] if row["shape"].split()[-1] in ("64", "80", "96")]
-    assert max(row["logit_error_nats"] for row in small if row["dtype"] != "bfloat16") <= 0.025
+    waves = [row for row in small if row["transform"] == "fold_alibi" and row["dtype"] != "bfloat16"]
+    written = [row for row in fit["attention"] if row["transform"] == "write_positions"]
+    assert max(row["logit_error_nats"] for row in waves) <= ERROR_BOUND_NATS
+    assert max(row["logit_error_nats"] for row in written) <= 1e-4
+    assert {row["dtype"] for row in written} == {"bfloat16"}
+
+
+def test_whole_models_and_the_kernels_further_cases_are_there(figures):
+    kernel, models = figures["xqa"], figures["alibi_models"]
+    heads = {(row["family"], row["heads"], row["head_size"]) for row in models["families"]}
+    assert heads >= {("bloom", 16, 64), ("bloom", 32, 80), ("bloom", 16, 96), ("bloom", 32, 128), ("mpt", 32, 128)}
+    assert heads >= {("baichuan", 40, 128), ("falcon-rw", 32, 64)}
+    exact = [row for row in models["families"] if row["dtype"] == "float32" and row["transform"] == "write_positions"]
+    assert max(row["fitted_relative_logit_error"] for row in exact) < 1e-4
+    assert {row["fitted_greedy_agreement"] for row in exact} == {1.0}
+    assert {row["base"] for row in models["trained"]} == {"bloom-mini", "trained here", "random weights"}
+    assert {row["kept_dims"] for row in models["trained"]} == {96, 112, 116, 124}
+    assert max(row["relative_error"] for row in kernel["ranks"]) < 1e-3
+    assert all(row["relative_error"] < 0.05 < row["error_against_causal"] for row in kernel["fp8"])
+    assert kernel["recorded"][0]["layers"] == 30
+    verdicts = {row["port"]: (row["verdict"], row["fit"]) for row in kernel["ports"]}
+    assert verdicts["bloom-mini"] == ("fail", "")
+    assert verdicts["bloom-mini, fitted"] == ("pass", "truncate_heads 116, fold_alibi")
+    assert verdicts["bloom-mini, fitted, bfloat16"] == ("pass", "truncate_heads 124, write_positions")
 
 
 def test_the_pictures_say_in_words_what_they_show(figures):
-    pictures = draw_pictures(figures["alibi_fit"])
+    pictures = draw_pictures(figures["alibi_models"])
     assert set(pictures) == {"alibi_line.png", "attention_change.png"}
     for name, picture in pictures.items():
         assert picture.png.startswith(b"\x89PNG")
         assert (HOWTO / "figures" / name).stat().st_size < LARGEST_PICTURE
     assert "-21 nats" in pictures["alibi_line.png"].alt
-    profile = figures["alibi_fit"]["profile"]["total_variation"]
+    profile = figures["alibi_models"]["profile"]["total_variation"]
     assert profile["fitted"] < 0.1 * profile["dropped"]
     assert f"fitted {profile['fitted']:.2g}" in pictures["attention_change.png"].alt
 

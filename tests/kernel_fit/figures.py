@@ -15,8 +15,8 @@ def write_figures(document: dict[str, Any]) -> str:
 def _write(value: Any) -> str:
     value = round_figures(value)
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "[\n " + ",\n ".join(json.dumps(row) for row in value) + "\n]"
-    return json.dumps(value)
+        return "[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in value) + "\n]"
+    return json.dumps(value, separators=(",", ":"))
 
 
 def round_figures(value: Any) -> Any:
