@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from porting_kit.alignment.gguf_settings import find_settings, without_progress_bars
 from porting_kit.errors import BaseModelError, EnvironmentMissing
 
 GREEDY_SETTINGS: dict[str, Any] = {
@@ -222,11 +223,12 @@ def load_reference(
     where, options = _location(path)
     options |= {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        config, model_class = _read_config(where, options)
-        chosen, reason = choose_attention(config.model_type, attention)
-        model = model_class.from_pretrained(
-            where, config=config, attn_implementation=chosen, **_dtype_option(resolve_dtype(dtype)), **options
-        )
+        with without_progress_bars():
+            config, model_class = _read_config(where, options)
+            chosen, reason = choose_attention(config.model_type, attention)
+            model = model_class.from_pretrained(
+                where, config=config, attn_implementation=chosen, **_dtype_option(resolve_dtype(dtype)), **options
+            )
     except ImportError as error:
         raise EnvironmentMissing("The base model needs a package that is missing", found=error, where=path) from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -237,7 +239,8 @@ def load_reference(
             where=path,
             next_step="Load it with AutoModelForCausalLM first; pass trust_remote_code if it brings code of its own.",
         ) from error
-    tokenizer = _load_tokenizer(where, options)
+    place, own = _settings_location(path)
+    tokenizer = _load_tokenizer(place, own | {"local_files_only": True, "trust_remote_code": trust_remote_code})
     model = model.to(device).eval().requires_grad_(False)
     return reference_from_model(model, tokenizer=tokenizer, attention=f"{chosen}: {reason}", where=str(path))
 
@@ -263,15 +266,17 @@ def read_reference_settings(path: str | Path) -> tuple[GenerationSettings, Any]:
     """
     from transformers import GenerationConfig
 
-    where, options = _location(Path(path).expanduser())
+    path = Path(path).expanduser()
+    where, options = _settings_location(path)
     options |= {"local_files_only": True, "trust_remote_code": False}
     try:
-        config, _ = _read_config(where, options)
+        with without_progress_bars():
+            config, _ = _read_config(where, options)
     except (ImportError, OSError, ValueError, KeyError) as error:
         raise BaseModelError("transformers cannot read the base model's config", found=error, where=path) from error
     generation_config = None
     with contextlib.suppress(OSError, ValueError):
-        generation_config = GenerationConfig.from_pretrained(where, local_files_only=True)
+        generation_config = GenerationConfig.from_pretrained(_location(path)[0], local_files_only=True)
     tokenizer = _load_tokenizer(where, options)
     return read_settings(config, generation_config, tokenizer), tokenizer
 
@@ -363,6 +368,13 @@ def _location(path: Path) -> tuple[str, dict[str, Any]]:
     raise BaseModelError("The base model is not there", expected="a model folder or a .gguf file", found=path)
 
 
+def _settings_location(path: Path) -> tuple[str, dict[str, Any]]:
+    """Where config and tokenizer are read from: for a GGUF file what was taken out of it, if that could be kept."""
+    where, options = _location(path)
+    settings = find_settings(path) if "gguf_file" in options else None
+    return (where, options) if settings is None else (str(settings), {})
+
+
 def _is_tokenizer_file(path: Path) -> bool:
     """tokenizer.json, tokenizer_config.json, tokenizer.model; vocab.json, vocab.txt; spiece.model; qwen.tiktoken."""
     return path.name.startswith(("tokenizer", "vocab")) or path.suffix in (".model", ".tiktoken")
@@ -374,6 +386,7 @@ def _load_tokenizer(where: str, options: Mapping[str, Any]) -> Any:
     if "gguf_file" not in options and not any(map(_is_tokenizer_file, Path(where).iterdir())):
         return None  # transformers 5 makes an empty one, whose end id 0 would cut texts
     try:
-        return AutoTokenizer.from_pretrained(where, **options)
+        with without_progress_bars():
+            return AutoTokenizer.from_pretrained(where, **options)
     except Exception:  # any failure of an optional part: prompts may be given as ids
         return None
