@@ -147,6 +147,7 @@ def pack_weights(module: torch.fx.GraphModule) -> None:
             product = module.graph.call_function(
                 operations._linear_pointwise.default, (rows, packed, bias, "none", [], "")
             )
+        product.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(product)
 
 

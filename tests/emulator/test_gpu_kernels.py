@@ -11,7 +11,8 @@ import os
 import pytest
 import torch
 
-from porting_kit.emulator import gpu_kernels, gpu_operations
+from porting_kit.emulator import fused_chains, gpu_kernels, gpu_operations
+from porting_kit.emulator.decoder import Decoder
 from porting_kit.emulator.gpu_operations import (
     ProductPlan,
     attend_rows,
@@ -21,6 +22,7 @@ from porting_kit.emulator.gpu_operations import (
     multiply,
     store_rows,
 )
+from tests.medusa.test_fused_loop import TREE, build
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not IS_INTERPRETED else "cpu"
@@ -126,3 +128,42 @@ def test_the_plan_is_measured_once_a_shape():
     plan = gpu_operations.find_plan(1, [weight], None)
     assert gpu_operations.find_plan(1, [weight], None) is plan
     assert plan in (gpu_operations.LIBRARY, *gpu_operations.ROW_PLANS)
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_a_whole_step_with_the_kernels_is_the_eager_step(family: str, monkeypatch: pytest.MonkeyPatch):
+    """Half precision, tree and cache through the kernels; `check` compares with the eager step and raises."""
+    monkeypatch.setattr(gpu_operations, "has_kernels", lambda device, dtype: True)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+        monkeypatch.setattr(fused_chains, "_compiled", {})
+    model = build(family, DEVICE, "float16")
+    model.decoders.compiles = True
+    decoder = Decoder(model, 2, 60, TREE.position_offsets, TREE.packed_mask)
+    with torch.inference_mode():
+        model.prefill([torch.arange(9).to(DEVICE), torch.arange(14).to(DEVICE)], decoder.cache)
+        ids = torch.arange(2 * TREE.num_nodes, device=DEVICE).view(2, -1) + 3
+        decoder.check(ids)
+        program = next(iter(decoder._programs.values()))._call
+        called = {str(node.target) for node in program.graph.nodes}
+        assert {"porting_kit.attend_rows.default", "porting_kit.store_rows.default"} <= called
+        before = decoder.cache.joined.clone()
+        rows = torch.tensor([[0, 2, 5], [0, 1, -1]], device=DEVICE)
+        decoder.keep(rows, decoder.cache.lengths.to(DEVICE).unsqueeze(1))
+        assert torch.equal(decoder.cache.joined[:, 0, :, :, 10:12], before[:, 0, :, :, [11, 14]])
+
+
+def test_a_step_that_stores_rows_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch):
+    """Seeded fault: new rows go one place too far, and the comparison with the eager step says so."""
+    monkeypatch.setattr(gpu_operations, "has_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    monkeypatch.setattr(fused_chains, "_compiled", {})
+    right = gpu_operations.store_rows
+    monkeypatch.setattr(gpu_operations, "store_rows", lambda layer, pasts, *new: right(layer, pasts + 1, *new))
+    model = build("llama", DEVICE, "float16")
+    model.decoders.compiles = True
+    decoder = Decoder(model, 1, 60, TREE.position_offsets, TREE.packed_mask)
+    with torch.inference_mode():
+        model.prefill([torch.arange(9).to(DEVICE)], decoder.cache)
+        with pytest.raises(RuntimeError, match="differs from the eager step"):
+            decoder.check(torch.arange(TREE.num_nodes, device=DEVICE).unsqueeze(0) + 3)
