@@ -111,7 +111,7 @@ def test_what_cannot_work_is_refused_in_the_first_second(overrides, message: str
 def test_too_little_disk_is_refused_at_once(port: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = open_run(port, tmp_path / "run")
     convert_port(run)
-    monkeypatch.setattr("porting_kit.conversion.estimate._find_room", lambda folder: 1000)
+    monkeypatch.setattr("porting_kit.conversion.estimate._find_room", lambda *_: 1000)
     with pytest.raises(PortingKitError, match="too little room"):
         convert_port(run)
     assert (run.folder.checkpoint / "config.json").exists()  # the old checkpoint was not touched
