@@ -33,13 +33,15 @@ def read_id_table(file: Path) -> np.ndarray:
     data = _read_bytes(file)
     if data.startswith(NPY_MAGIC):
         table = load_array(file)
+        if table.ndim == 3 and table.shape[1] == 1:  # the session's own output_ids, with its beams
+            table = table[:, 0]
         if table.ndim != 2 or table.dtype.kind not in "iu":
             raise CapturedFileError(
                 "not a table of token ids",
                 expected="int32 [batch, length]",
                 found=f"{table.dtype} {list(table.shape)}",
                 where=file,
-                next_step="name the file that --output_npy wrote",
+                next_step="name the file that --output_npy wrote, made with one beam",
             )
         return table.astype(np.int64)
     try:

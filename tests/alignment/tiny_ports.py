@@ -106,7 +106,8 @@ def make_base(folder: Path, family: str, *, seed: int = 0, embedding_scale: floa
     kind, settings = BASES[family]
     torch.manual_seed(seed)
     model_config = getattr(transformers, f"{kind}Config")(**{**settings, "eos_token_id": 2, **config})
-    model = getattr(transformers, f"{kind}ForCausalLM")(model_config).eval()
+    model_class = getattr(transformers, f"{kind}ForCausalLM", None) or getattr(transformers, f"{kind}LMHeadModel")
+    model = model_class(model_config).eval()
     scale = 0.15 * (64 / model_config.hidden_size) ** 0.5
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

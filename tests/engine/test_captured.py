@@ -229,3 +229,45 @@ def test_rows_filled_with_a_later_end_id_are_read_by_it(tmp_path):
         assert [sequence.ended_by for sequence in sequences[:2]] == [9, 9]
         assert not any(sequence.ran_past_end for sequence in sequences)
         assert [list(sequence.tokens) for sequence in sequences] == outputs
+
+
+def test_a_file_of_prompts_alone_is_refused(tmp_path):
+    table = np.load(write(tmp_path))[:, : max(map(len, PROMPTS))]
+    np.save(tmp_path / "alone.npy", table)
+    with pytest.raises(CapturedFileError, match="the prompts alone"):
+        read(tmp_path / "alone.npy")
+
+
+def test_a_run_that_was_asked_for_fewer_tokens_is_not_read_as_one_that_ended(tmp_path):
+    """Every text of it seems to end at the same place, where the fill begins."""
+    prompts, outputs = [[10, 11], [20, 21, 22, 23]], [[40, 41], [50, 51]]
+    file = write(tmp_path, prompts=prompts, outputs=outputs, length=None)
+    with pytest.raises(CapturedFileError, match="asked for fewer tokens") as caught:
+        read(file, prompts=prompts, max_new_tokens=4)
+    assert "new_tokens: 2" in caught.value.next_step
+    assert [list(sequence.tokens) for sequence in read(file, prompts=prompts, max_new_tokens=2)] == outputs
+
+
+def test_one_beam_may_have_its_own_dimension(tmp_path):
+    table = np.load(write(tmp_path))
+    np.save(tmp_path / "beams.npy", table[:, None])
+    assert [list(sequence.tokens) for sequence in read(tmp_path / "beams.npy")] == OUTPUTS
+    np.save(tmp_path / "beams.npy", np.stack([table, table], axis=1))
+    with pytest.raises(CapturedFileError, match="not a table of token ids"):
+        read(tmp_path / "beams.npy")
+
+
+def test_logits_of_another_run_are_refused_and_those_of_sampled_tokens_are_not(tmp_path):
+    generator = np.random.default_rng(0)
+    sequences = read(write(tmp_path))
+    count = sum(len(sequence.tokens) for sequence in sequences)
+    logits = generator.standard_normal((len(PROMPTS), NEW_TOKENS, VOCAB)).astype(np.float32)
+    np.save(tmp_path / "other.npy", logits)
+    assert count >= 4
+    with pytest.raises(CapturedFileError, match="another run"):
+        read_captured_logits(tmp_path / "other.npy", sequences, vocab_size=VOCAB)
+    for index, sequence in enumerate(sequences):
+        for place, token in enumerate(sequence.tokens):
+            logits[index, place, token] = np.sort(logits[index, place])[-VOCAB // 10]
+    np.save(tmp_path / "sampled.npy", logits)
+    assert read_captured_logits(tmp_path / "sampled.npy", sequences, vocab_size=VOCAB)[0].logits is not None
