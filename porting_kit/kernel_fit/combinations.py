@@ -11,8 +11,8 @@ from porting_kit.kernel_fit.fit_step import (
     LONGEST_TOKENS,
     FitStep,
     apply_to_shape,
-    carries_alibi,
     changed_rows,
+    find_obstacle,
     kept_dims,
     kernel_sizes,
     plan_length,
@@ -45,7 +45,7 @@ def _head_steps(
     sizes = kernel_sizes(profile, shape)
     if shape.position_kind in ALIBI_KINDS:
         for name, room in (("write_positions", POSITION_DIMS), ("fold_alibi", 2 * FEWEST_PAIRS)):
-            if plan_length(shape, config) <= LONGEST_TOKENS[name] and carries_alibi(name, shape) is None:
+            if plan_length(shape, config) <= LONGEST_TOKENS[name] and find_obstacle(name, shape, config) is None:
                 for size in sizes:
                     yield from _alibi_steps(name, room, shape, size, config)
         return

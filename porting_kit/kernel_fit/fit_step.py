@@ -98,12 +98,14 @@ def plan_length(shape: AttentionShape, config: Mapping[str, Any]) -> int:
     return int(shape.max_seq_len or config.get("max_position_embeddings") or 2048)
 
 
-def carries_alibi(name: str, shape: AttentionShape) -> str | None:
-    """Why a transform that stands for ALiBi cannot be used with this type and cache, None when it can."""
+def find_obstacle(name: str, shape: AttentionShape, config: Mapping[str, Any]) -> str | None:
+    """Why a transform that stands for ALiBi cannot be used with this type, cache and ranks, None when it can."""
     if shape.cache_dtype in ("int8", "fp8"):
         return f"a {shape.cache_dtype} cache rounds the keys' extra dims far beyond the bound on the attention logit"
     if name == "write_positions" and shape.dtype not in WRITING_DTYPES:
         return f"its products must be summed in float32, which the context kernels do not always do for {shape.dtype}"
+    if name == "write_positions" and int((config.get("mapping") or {}).get("pp_size") or 1) > 1:
+        return "pipeline ranks after the first are fed no position_ids, from which positions are written"
     return None
 
 

@@ -11,8 +11,8 @@ from porting_kit.kernel_fit.fit_step import (
     ORDER,
     FitStep,
     apply_to_shape,
-    carries_alibi,
     changed_rows,
+    find_obstacle,
     kept_dims,
     kernel_sizes,
     plan_length,
@@ -103,9 +103,11 @@ def _named_alibi(
 ) -> FitStep:
     if not is_alibi:
         raise _cannot_apply(name, f"its positions are {shape.position_kind}")
-    obstacle = carries_alibi(name, shape)
+    obstacle = find_obstacle(name, shape, config)
     if obstacle:
-        raise _cannot_apply(name, obstacle, "set target.kv_cache_type: auto, or another dtype, or use fit: auto")
+        raise _cannot_apply(
+            name, obstacle, "use fit: auto, or another dtype, target.kv_cache_type: auto, target.pp_size: 1"
+        )
     length = require_followed_length(shape, config, name)
     content = keep or shape.head_size
     room = [size for size in sizes if size >= shape.head_size and size - content >= ROOM[name]]

@@ -20,8 +20,8 @@ from porting_kit.kernel_fit.fit_step import (
     LONGEST_TOKENS,
     FitStep,
     apply_to_shape,
-    carries_alibi,
     changed_rows,
+    find_obstacle,
 )
 from porting_kit.kernel_fit.named_steps import read_named_steps, require_followed_length
 from porting_kit.kernel_fit.settings import ALIBI_KINDS
@@ -150,7 +150,7 @@ def _plan_automatically(shape: AttentionShape, profile: KernelProfile, config: M
     if not _failing(shape, profile):
         return _finish((), shape, profile, config)
     if shape.position_kind in ALIBI_KINDS:
-        longest = "write_positions" if carries_alibi("write_positions", shape) is None else "fold_alibi"
+        longest = "write_positions" if find_obstacle("write_positions", shape, config) is None else "fold_alibi"
         require_followed_length(shape, config, longest)
     candidates = sorted(list_combinations(shape, profile, config), key=lambda steps: plan_cost(shape, steps))
     passing = [steps for steps in candidates if not _failing(apply_to_shape(shape, steps), profile)]
@@ -170,7 +170,7 @@ def _no_fit(
     first = left[0]
     obstacle = changed_rows(config)
     if obstacle is None and shape.position_kind in ALIBI_KINDS:
-        obstacle = carries_alibi("fold_alibi", shape)
+        obstacle = find_obstacle("fold_alibi", shape, config)
     return BaseModelError(
         f"no transform makes this model pass the gate '{first.name}' of TensorRT-LLM {profile.release}",
         expected=first.expected,

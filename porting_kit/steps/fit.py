@@ -36,7 +36,8 @@ def plan_port_fit(port: Port, base: BaseConfig, profile: KernelProfile) -> FitPl
     """
     shape = attention_shape(base, port.target, dtype=port.dtype, positions_in_graph=True)
     config, _ = build_config(base, dtype=port.dtype)
-    return plan_fit(shape, profile, port.fit, config=config)
+    ranks = {"mapping": {"tp_size": port.target.tp_size, "pp_size": port.target.pp_size}}
+    return plan_fit(shape, profile, port.fit, config={**config, **ranks})
 
 
 def measure_port_activations(port: Port, source_tree: SourceTree, fit: FitPlan) -> Mapping[str, HeadMoments] | None:

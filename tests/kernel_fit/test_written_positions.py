@@ -128,6 +128,15 @@ def test_the_type_decides_what_stands_for_alibi(changed, names, exact):
     assert found.mends["write_positions" if "write_positions" in names else "fold_alibi"]
 
 
+def test_pipeline_ranks_get_waves():
+    ranks = {"mapping": {"pp_size": 2}}
+    shape, profile = dataclasses.replace(BLOOM_7B1, head_size=64), kernel_profile(f"release:{RELEASE}")
+    assert plan_fit(shape, profile, config=ranks).names == ("fold_alibi",)
+    with pytest.raises(PortFileError) as raised:
+        plan_fit(shape, profile, ["write_positions"], config=ranks)
+    assert "pipeline ranks" in raised.value.message
+
+
 def test_four_dims_are_all_that_a_truncation_gives_up():
     assert plan(BLOOM_7B1).steps[0].arguments == {"keep": 124}
 

@@ -55,8 +55,8 @@ KERNEL_FAULTS: tuple[Fault, ...] = (
         symptom="the first token is right, the text after it is poor; no error is raised",
         cause="the XQA multi-query kernel that verifies the draft tree takes no ALiBi slopes; the context phase's "
         "kernel does",
-        fix="fold the ALiBi bias into rotary dimensions before converting: fit: [fold_alibi] (kernel fit) in the port "
-        "file, or fit: auto; no patch of model.py and no other position_embedding_type can mend it",
+        fix="let the kernel fit say ALiBi in words that this kernel knows: fit: auto in the port file (write_positions "
+        "in bfloat16, fold_alibi in float16); another position_embedding_type alone cannot mend it",
         releases=f"{ALL}, precompiled kernels; the just-in-time kernels refuse ALiBi",
         source="gptAttentionCommon.cpp l.235 and xqaParams.h l.49, 0.14.0.dev2024100800; measured on an H200",
         apply=_kernel(alibi_in_generation=False),
@@ -70,8 +70,8 @@ KERNEL_FAULTS: tuple[Fault, ...] = (
         symptom="the first token of each step is right, deeper ones are often wrong, more so in wide trees",
         cause="the bias is slope times the distance of the cache rows; a draft's row is its number in the tree, not "
         "its depth",
-        fix="compute the distance from spec_decoding_position_offsets, or fold ALiBi into rotary dimensions "
-        "(fit: [fold_alibi]), which are rotated by those offsets",
+        fix="compute the distance from spec_decoding_position_offsets, or fit the model (fit: auto): rotary dimensions "
+        "and written positions follow those offsets",
         releases="kernels that take slopes in the generation phase (masked multi-head attention in place of XQA)",
         source="decoderMaskedMultiheadAttentionTemplate.h, linear bias by time step, 0.11.0.dev2024062500",
         apply=lambda state: state.with_wrapper(tree.number_offsets),
