@@ -271,7 +271,7 @@ def checkpoint_ranks(
     for planned, _, whole in iterate_targets(plan, source, heads):
         for piece in planned.pieces:
             part = cut_piece(whole, planned, piece)
-            # clone: an uncast tensor may be a view of the mapped source file
+            # clone: a part may be a view of the whole, which would stay in memory with it
             ranks[piece.rank][piece.name] = part.clone() if part._base is not None else part
     return config, ranks
 
