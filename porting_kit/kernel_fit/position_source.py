@@ -54,11 +54,11 @@ class {SUBCLASS}({{attention}}):
         import numpy as np
         from tensorrt_llm.functional import cast, constant, unsqueeze
         heads, kv_heads = self.num_attention_heads, self.num_attention_kv_heads
-        keys = slice(heads, heads + kv_heads)
-        places = np.zeros((2, heads + 2 * kv_heads, self.attention_head_size),
+        rest = heads + kv_heads
+        places = np.zeros((2, rest + kv_heads, self.attention_head_size),
                           dtype=np.float32)
-        places[0, keys, 0:{POSITION_DIMS}:2] = 1
-        places[1, keys, 1:{POSITION_DIMS}:2] = 1
+        places[0, heads:rest, 0:{POSITION_DIMS}:2] = 1
+        places[1, heads:rest, 1:{POSITION_DIMS}:2] = 1
         high = self.positions / {DIGIT_BASE}
         low = self.positions - high * {DIGIT_BASE}
         for digit, place in zip((high, low), places.reshape(2, 1, -1)):
