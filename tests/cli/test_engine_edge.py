@@ -60,6 +60,29 @@ def test_serving_refuses_an_empty_engine_and_one_without_a_record(port, tmp_path
     assert (code, found["error"]["found"]) == (2, "0.13.0")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(("--port", "PORT", "--base", "BASE"), "with --port"), (("-p", "dtype=float16"), "-p changes fields")],
+)
+def test_options_of_quantised_that_would_do_nothing_are_refused(port, tmp_path, options, said):
+    options = [{"PORT": port.file, "BASE": port.base}.get(word, word) for word in options]
+    code, document, _ = call("quantised", tmp_path, *options)
+    assert code == 2
+    assert said in document["error"]["subject"]
+
+
+def test_a_quantised_config_of_another_shape_is_a_clear_error(port, tmp_path):
+    """`quantization: 'x'` used to be a crash."""
+    from porting_kit.conversion import convert_checkpoint
+
+    convert_checkpoint(port.base, tmp_path / "q", dtype="float16")
+    file = tmp_path / "q" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization": "x"}))
+    code, document, _ = call("quantised", tmp_path / "q")
+    assert code == 2
+    assert "unusable quantization" in document["error"]["subject"]
+
+
 @pytest.mark.parametrize("name", ["build.sh", "run.sh", "capture.py", "prompts.csv", "build_plan.json"])
 def test_a_plan_leaves_everything_the_other_machine_needs(port, tmp_path, name):
     out = tmp_path / "run"
