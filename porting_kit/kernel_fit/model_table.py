@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +55,13 @@ Face, the faults that a later release mended are counted here; [Coverage](covera
 This page is generated: `python -m porting_kit.kernel_fit.model_table`.
 """
 
+EIGHT_BITS = """## With an fp8 cache
+
+The same models with `kv_cache_type: fp8`. Before 0.11 the kernel takes the cache's scale as 1, so whatever is built is
+wrong without a message. From 0.11 on it is passed; what stands for ALiBi is too coarse in eight bits, so ALiBi models
+are out. In 1.2 a card of compute capability 9.0 takes the run-time compiled kernel for groups that divide 64; it wants
+rotary positions, and takes any head size that is a multiple of 16, 256 included."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -75,8 +82,12 @@ class Cell:
     cache_growth: float = 1.0
 
 
-def judge_model(base: BaseConfig, release: str) -> Cell:
-    """What preflight says about a model in a release, from its config alone."""
+def judge_model(base: BaseConfig, release: str, cache: str = "auto") -> Cell:
+    """What preflight says about a model in a release, from its config alone.
+
+    Args:
+        cache: type of the KV cache.
+    """
     base = base.for_release(release)
     if base.refusals:
         first = base.refusals[0]
@@ -96,7 +107,7 @@ def judge_model(base: BaseConfig, release: str) -> Cell:
         return Cell(SILENT, SILENT, f"{fault.name}: {fault.effect}; right from {fault.before} on")
     dtype = base.dtype if base.dtype in ("float16", "bfloat16") else "float16"
     length = min(limit for limit in (base.max_positions, base.sliding_window, LONGEST_TOKENS) if limit)
-    target = SimpleNamespace(kv_cache_type="auto", max_seq_len=length, tokens_per_block=64, compute_capability="9.0")
+    target = SimpleNamespace(kv_cache_type=cache, max_seq_len=length, tokens_per_block=64, compute_capability="9.0")
     shape = attention_shape(base, target, dtype=dtype, positions_in_graph=True)
     profile = kernel_profile(f"release:{release}")
     config, _ = build_config(base, dtype=dtype)
@@ -166,13 +177,8 @@ def write_page(bases: dict[str, BaseConfig], releases: Sequence[str] = RELEASES)
             f"{base.num_heads}" if base.num_heads == base.num_kv_heads else f"{base.num_heads} / {base.num_kv_heads}"
         )
         lines.append(f"| {name} | {heads} | {base.head_size} | {base.position_kind} | " + " | ".join(shown) + " |")
-    counts = [
-        f"| {kind} | "
-        + " | ".join(str(sum(row[column].kind == kind for row in cells.values())) for column in range(len(releases)))
-        + " |"
-        for kind in (WORKS, FITTED, SILENT, REFUSED)
-    ]
-    summary = ["| | " + " | ".join(releases) + " |", "| --- |" + " --- |" * len(releases), *counts]
+    summary = _count_kinds(cells, releases)
+    eight_bits = {name: [judge_model(base, release, "fp8") for release in releases] for name, base in bases.items()}
     guessed = [
         f"- {release}: {facts.kernel.inferred}"
         for release in releases
@@ -183,9 +189,21 @@ def write_page(bases: dict[str, BaseConfig], releases: Sequence[str] = RELEASES)
         f"## {len(bases)} models, {len(releases)} releases\n\n" + "\n".join(summary),
         "## Model by model\n\n" + "\n".join(lines),
         "## Reasons\n\n" + "\n".join(f"- **{mark}** {text}" for text, mark in reasons.items()),
+        EIGHT_BITS + "\n\n" + "\n".join(_count_kinds(eight_bits, releases)),
         "## What is inferred\n\nLimits of a release that were not read in its own sources:\n\n" + "\n".join(guessed),
     ]
     return "\n\n".join(sections if guessed else sections[:-1]) + "\n"
+
+
+def _count_kinds(cells: Mapping[str, Sequence[Cell]], releases: Sequence[str]) -> list[str]:
+    """A table: how many models are of each kind in each release."""
+    counts = [
+        f"| {kind} | "
+        + " | ".join(str(sum(row[column].kind == kind for row in cells.values())) for column in range(len(releases)))
+        + " |"
+        for kind in (WORKS, FITTED, SILENT, REFUSED)
+    ]
+    return ["| | " + " | ".join(releases) + " |", "| --- |" + " --- |" * len(releases), *counts]
 
 
 def _show(cell: Cell, reasons: dict[str, str]) -> str:

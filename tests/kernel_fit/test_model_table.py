@@ -73,6 +73,20 @@ def test_the_committed_page_is_what_the_command_writes(bases, root_folder):
     assert {"0.9.0", BUG_REPORT, "0.14.0.dev2024100800", "1.2.0"} <= set(RELEASES)
 
 
+@pytest.mark.parametrize(
+    ("model", "release", "kind"),
+    [
+        ("llama-2-7b", "0.9.0", "silent"),
+        ("llama-2-7b", BUG_REPORT, "works"),
+        ("bloom-7b1", BUG_REPORT, "silent"),
+        ("pythia-1b", "1.2.0", "works"),
+        ("opt-6.7b", "1.2.0", "refused"),
+    ],
+)
+def test_an_fp8_cache_has_limits_of_its_own(bases, model, release, kind):
+    assert judge_model(bases[model], release, "fp8").kind == kind
+
+
 def test_a_gate_that_is_left_out_changes_the_page(bases, root_folder, monkeypatch):
     profile = model_table.kernel_profile
 
