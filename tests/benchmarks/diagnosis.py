@@ -4,7 +4,8 @@ Run `python -m tests.benchmarks.diagnosis [--quick] [--json]`. Every kind of the
 planted in small random ports of four families and three seeds, and looked for once with tokens and logits, once with
 tokens alone. Faults of the heads change no token and no logit: for them the accepted lengths are given as well. A case
 that leaves nothing to explain (the fault changed nothing that was observed) is counted apart. `--write` keeps the
-result in `notebooks/howto/diagnosis_rates.json`, of which `tests.benchmarks.diagnosis_page` makes the page.
+result in `notebooks/howto/diagnosis_rates.json`, of which `tests.benchmarks.diagnosis_page` makes the page. `--foreign`
+measures engines that were made by hand, without the catalogue, in place of all this.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import torch
 from porting_kit.diagnosis import Observation, name_cause
 from porting_kit.diagnosis.search import Shelf
 from tests.diagnosis.clean_ports import measure_clean, study_near_ties
+from tests.diagnosis.foreign_cases import SETTINGS
+from tests.diagnosis.foreign_rates import measure_foreign
 from tests.diagnosis.planted_faults import FAMILIES, Case, make_healthy, plant_all
 
 RATES_FILE = Path(__file__).resolve().parents[2] / "notebooks" / "howto" / "diagnosis_rates.json"
@@ -171,6 +174,34 @@ def read_finished(keep: Path | None) -> dict[str, list[dict[str, Any]]]:
     return dict(json.loads(line) for line in keep.read_text(encoding="utf-8").splitlines())
 
 
+def read_rates() -> dict[str, Any]:
+    """The kept result, empty when there is none."""
+    return json.loads(RATES_FILE.read_text(encoding="utf-8")) if RATES_FILE.is_file() else {}
+
+
+def write_rates(document: dict[str, Any]) -> None:
+    """Keep a result; parts that were not measured are left out."""
+    kept = {name: value for name, value in document.items() if value is not None}
+    RATES_FILE.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def report_foreign(options: argparse.Namespace) -> int:
+    """Print what was said of engines made by hand, or one JSON document."""
+    bases = ("llama",) if options.quick else tuple(SETTINGS)
+    document = measure_foreign(bases, workers=options.workers)
+    if options.write:
+        write_rates(read_rates() | {"foreign": document})
+    if options.json:
+        print(json.dumps(document, indent=2))
+        return 0
+    for source, questions in document["outcomes"].items():
+        for question, counts in questions.items():
+            print(f"{source}, {question}: {counts}")
+    for row in document["not_right"]:
+        print(f"  {row['from']}: {row['base']} {row['engine']} -> {row['outcome']}: {row['said']}")
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the rates and every failure, or one JSON document."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -180,10 +211,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="random bases per family")
     parser.add_argument("--keep", type=Path, help="keep finished parts in this file, and go on from it")
+    parser.add_argument("--foreign", action="store_true", help="engines made by hand, without the catalogue")
     options = parser.parse_args(arguments)
+    if options.foreign:
+        return report_foreign(options)
     document = measure(options.quick, options.workers, options.keep, options.seeds)
     if options.write:
-        RATES_FILE.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_rates(document | {"foreign": read_rates().get("foreign")})
     if options.json:
         print(json.dumps(document, indent=2))
         return 0

@@ -104,6 +104,7 @@ def write_rates(rates: Mapping[str, Any]) -> str:
         "## Where it was wrong\n",
         *([_failure_row(row) for row in rates["failures"]] or ["Nowhere."]),
         "",
+        *(write_foreign(rates["foreign"]) if "foreign" in rates else []),
         "## Near-ties\n",
         "Clean ports: tokens called wrong though only noise chose them. Faulty ports: tokens that a fault changed and "
         "that the tolerance excuses as near-ties; a text is excused when every token that was changed in it is.\n",
@@ -117,6 +118,44 @@ def write_rates(rates: Mapping[str, Any]) -> str:
         *_confusion(rates["confusion"][TOKENS], TOKENS),
     ]
     return "\n".join(parts).rstrip() + "\n"
+
+
+FOREIGN_WORDS = {
+    "right": "right",
+    "tied": "among equals",
+    "missed": "none named",
+    "wrong": "wrong name",
+    "doubtful": "wrong, said to be uncertain",
+    "blamed": "blamed",
+    "excused": "taken for rounding",
+    "no effect": "without effect",
+}
+
+
+def write_foreign(foreign: Mapping[str, Any]) -> list[str]:
+    """The section on engines that were made without the catalogue, as lines."""
+    lines = [
+        "## Engines made without the catalogue\n",
+        "The figures above are circular: what is planted is what is looked for. So plain Hugging Face models were "
+        "spoilt by hand, as a converter, a model file or a run spoils them, decoded by another loop, written to files "
+        "as `run.py` writes them, and diagnosed as `porting-kit diagnose` does. Some have a fault that the catalogue "
+        'does not hold, where "none of these" is right; some have none, in other dtypes, attention kernels and batches. '
+        f"{foreign['cases']} diagnoses over {', '.join(foreign['bases'])}, by "
+        "`python -m tests.benchmarks.diagnosis --foreign --write`.\n",
+        f"| from | engines | {' | '.join(FOREIGN_WORDS.values())} |",
+        f"| --- | --- | {' | '.join('---' for _ in FOREIGN_WORDS)} |",
+    ]
+    for source, questions in foreign["outcomes"].items():
+        for question, counts in questions.items():
+            cells = " | ".join(str(counts.get(outcome, 0)) for outcome in FOREIGN_WORDS)
+            lines.append(f"| {source} | {question} | {cells} |")
+    lines += ["", "All that was not right:\n"]
+    lines += [
+        f"- {row['from']}, {row['base']}: {row['engine']}: {FOREIGN_WORDS[row['outcome']]} (`{row['said']}`; "
+        f"{row['to_explain']} of {row['observed']} to explain)"
+        for row in foreign["not_right"]
+    ] or ["Nothing."]
+    return [*lines, ""]
 
 
 def _rate_row(name: str, row: Mapping[str, Any]) -> str:

@@ -137,7 +137,12 @@ def _engines() -> list[Engine]:
         e("logits of attention not scaled", ("llama",), ("q_scale_missing",), h.scale_queries(4.0)),
         e("logits of attention scaled twice", ("llama",), ("q_scale_twice",), h.scale_queries(0.25)),
         e("logits of attention times 1.3", ("llama",), (NONE,), h.scale_queries(1.3)),
-        e("gelu in place of silu", LLAMAS, ("activation_variant",), h.set_activation("gelu")),
+        e(
+            "erf gelu, which the library has not, in place of silu",
+            LLAMAS,
+            (NONE, "activation_variant"),
+            h.set_activation("gelu"),
+        ),
         e("tanh gelu in place of silu", LLAMAS, ("activation_variant",), h.set_activation("gelu_pytorch_tanh")),
         e("relu in place of silu", LLAMAS, ("activation_variant",), h.set_activation("relu")),
         e("relu in place of gelu", ("bloom", "gptneox"), ("activation_variant",), h.set_activation("relu")),

@@ -5,6 +5,7 @@ import json
 from porting_kit.diagnosis.catalogue import CATALOGUE
 from tests.benchmarks import diagnosis_page
 from tests.benchmarks.diagnosis import LOGITS, TOKENS, build_confusion, count_rates
+from tests.diagnosis.foreign_rates import count_outcomes
 
 
 def test_the_committed_pages_are_what_the_command_writes():
@@ -52,3 +53,15 @@ def test_the_rates_page_prints_every_failure():
     assert "50.0%" in page
     assert "0 of 3 clean ports" in page
     assert "`rope_base_lost` was called none of these" in page
+
+
+def test_the_page_tells_engines_made_by_hand_from_planted_faults():
+    row = {
+        "from": LOGITS, "base": "llama", "engine": "int4", "question": "not in the catalogue", "outcome": "wrong",
+        "said": "norm_epsilon_wrong", "to_explain": 9, "observed": 72,
+    }  # fmt: skip
+    rows = [row, {**row, "outcome": "right"}]
+    foreign = {"cases": 2, "bases": ["llama"], "outcomes": count_outcomes(rows), "not_right": rows[:1]}
+    page = "\n".join(diagnosis_page.write_foreign(foreign))
+    assert f"| {LOGITS} | not in the catalogue | 1 | 0 | 0 | 1 |" in page
+    assert "int4: wrong name (`norm_epsilon_wrong`; 9 of 72 to explain)" in page
