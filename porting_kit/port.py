@@ -29,7 +29,6 @@ from pydantic import (
 from porting_kit.errors import PortFileError, suggest_nearest
 
 PACKAGE_PREFIX = "package:"
-
 MAX_NAME_BYTES = 200
 """A name becomes a folder name, which file systems limit to 255 bytes; temporary names add a few."""
 
