@@ -73,6 +73,7 @@ def test_heads_that_do_not_divide_are_refused():
     assert (run.status, run.reason) == ("refused", "query heads do not divide over the ranks (tp_size 3)")
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_does_not_leave_the_others_waiting(tmp_path):
     """One rank raises before a sum that the other already waits for; the next model has a fresh group."""
     tree, case = open_source_tree("bundled"), next(case for case in CASES if case.name == "llama")
