@@ -96,7 +96,8 @@ def write_page(documents: Sequence[dict[str, Any]]) -> str:
         + ranks_table(every),
         "## Single files\n\n"
         "Model definitions of which no whole tree is at hand: patched, checked that every argument arrives, and\n"
-        "patched again without a change. Nothing of them was run.\n\n" + single_files_table(single),
+        "patched again without a change. The table is about their text; nothing was run for it.\n\n"
+        + single_files_table(single),
         "## Reasons\n\n" + "\n".join(f"- **{mark}** {text}" for text, mark in reasons.items()),
         "## Differences by design\n\n" + _differences(documents),
         "## One position id per request\n\n" + _positions(documents),
