@@ -74,10 +74,10 @@ def check_quantised(
     written: list[str] = []
     layout = None
     if not faults and base is not None:
-        from porting_kit.conversion.base_ranks import convert_ranks
+        from porting_kit.conversion.convert import checkpoint_ranks
 
         require_quantised(read)
-        _, ranks = convert_ranks(base, dtype=read.dtype, tp_size=read.tp_size, pp_size=read.pp_size)
+        ranks = checkpoint_ranks(base, dtype=read.dtype, tp_size=read.tp_size, pp_size=read.pp_size)[1]
         layout = find_layout(read, ranks)
         errors = compare_ranks(read, ranks, layout)
     is_sound = not faults and all(error.passed for error in errors)

@@ -12,14 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from porting_kit.alignment.run import EMULATED, align_port_outputs
-from porting_kit.conversion.base_ranks import convert_ranks
+from porting_kit.architectures.base_config import read_base_config
+from porting_kit.conversion.convert import checkpoint_ranks
 from porting_kit.conversion.dequantised import dequantise_rank, require_quantised
+from porting_kit.conversion.heads import HeadSet
+from porting_kit.conversion.plan import plan_conversion
 from porting_kit.conversion.planned import ConversionPlan
 from porting_kit.conversion.quantised import require_consistent
 from porting_kit.conversion.quantised_comparison import compare_ranks, find_layout
 from porting_kit.conversion.quantised_files import QuantisedCheckpoint, read_quantised
 from porting_kit.conversion.quantised_heads import add_heads
 from porting_kit.conversion.rank_joining import join_ranks
+from porting_kit.conversion.tensor_source import open_tensor_source
 from porting_kit.conversion.weight_interleaving import StoredLayout
 from porting_kit.emulator import open_emulator
 from porting_kit.errors import CheckpointError
@@ -69,18 +73,14 @@ def align_quantised(run: PortRun, checkpoint: Path) -> AlignResult:
                 next_step="name a checkpoint of this port's base; a port with a kernel fit is quantised after it",
             )
     has_heads = bool(read.config.get("num_medusa_heads"))
-    plan, ranks = convert_ranks(
-        run.port.base_path,
-        dtype=read.dtype,
-        tp_size=read.tp_size,
-        pp_size=read.pp_size,
-        heads=session.head_set if has_heads else None,
-    )
+    heads = session.head_set if has_heads else None
+    ranks = checkpoint_ranks(run.port.base_path, heads, read.dtype, tp_size=read.tp_size, pp_size=read.pp_size)[1]
     layout = find_layout(read, ranks)
     wrong = [error for error in compare_ranks(read, ranks, layout) if not error.passed]
     del ranks
     module_file, class_name = session.module
     with tempfile.TemporaryDirectory(dir=run.folder.root) as place:
+        plan = _plan_ranks(run, read, heads)
         twin = _write_twin(read, plan, layout, Path(place) / "twin", dtype=run.port.dtype)
         if not has_heads:
             limit = port_config["max_draft_len"]
@@ -107,13 +107,20 @@ def align_quantised(run: PortRun, checkpoint: Path) -> AlignResult:
         "quantised alignment",
         verdict,
         f"{read.algorithm.name}: {summary}",
-        covered=result.covered,
+        covered=() if wrong else result.covered,
         figures={name: document[name] for name in ("tokens_equal", "near_ties", "tokens_per_step", "approximate_fit")},
         products=(RESULT_FILE,),
         seconds=round(watch.seconds, 3),
         failing_gate=gate,
     )
     return AlignResult(outcome, result, session.reference.tokenizer)
+
+
+def _plan_ranks(run: PortRun, read: QuantisedCheckpoint, heads: HeadSet | None) -> ConversionPlan:
+    """How the port's base is cut over the checkpoint's ranks."""
+    source = open_tensor_source(run.port.base_path)
+    base = read_base_config(run.port.base_path, source.names())
+    return plan_conversion(base, source, tp_size=read.tp_size, pp_size=read.pp_size, dtype=read.dtype, heads=heads)
 
 
 def _write_twin(
