@@ -134,7 +134,7 @@ def rotate_waves(wave: torch.Tensor, positions: torch.Tensor, fit: Any) -> torch
 def format_rows(rows: list[dict[str, Any]]) -> str:
     """A table with one line a row."""
     lines = ["  ".join(f"{name:>22}" for name in rows[0])]
-    lines += ["  ".join(f"{v:>22.5g}" if isinstance(v, float) else f"{v:>22}" for v in row.values()) for row in rows]
+    lines += ["  ".join(f"{v:>22.5g}" if isinstance(v, float) else f"{v!s:>22}" for v in row.values()) for row in rows]
     return "\n".join(lines)
 
 
