@@ -28,6 +28,7 @@ import math
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -168,7 +169,7 @@ def align_ports(folder: Path) -> list[dict[str, Any]]:
         run = open_port_run(file, run_folder=folder / "runs" / str(len(rows)), overrides={"kernel": "xqa", **overrides})
         result = align_port(run)
         document = result.document()
-        keys = ("verdict", "tokens_equal", "near_ties", "wrong_tokens", "tree_error", "tokens_per_step", "covered")
+        keys = ("verdict", "tokens_equal", "near_ties", "wrong_tokens", "tree_error", "tokens_per_step")
         steps = json.loads((run.folder.checkpoint / "config.json").read_text()).get("kernel_fit", {}).get("steps", [])
         fit = [f"{step['name']} {step['keep']}" if "keep" in step else step["name"] for step in steps]
         row = {"port": name, "fit": ", ".join(fit), **{key: document.get(key) for key in keys}}
@@ -306,7 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Compiled in parallel.
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda variant: compile_variant(kernel, *variant), list_variants(options.parts, options.quick)))
-    document = {"build": vars(kernel.build), "torch": torch.__version__}
+    document = {"date": time.strftime("%Y-%m-%d"), "build": vars(kernel.build), "torch": torch.__version__}
     document |= {name: measure(kernel, options.quick) for name, measure in MEASURES.items() if name in options.parts}
     if options.recorded is not None:
         document["recorded"] = [measure_recorded(kernel, options.recorded)]
@@ -317,7 +318,7 @@ def main(arguments: list[str] | None = None) -> int:
     for rows in (each for each in document.values() if isinstance(each, list)):
         print("", "  ".join(f"{key:>24}" for key in rows[0]), sep="\n")
         for row in rows:
-            print("  ".join(f"{v:>24.4g}" if isinstance(v, float) else f"{v:>24}" for v in row.values()))
+            print("  ".join(f"{v:>24.4g}" if isinstance(v, float) else f"{v!s:>24}" for v in row.values()))
     return 0
 
 

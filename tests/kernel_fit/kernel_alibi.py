@@ -90,5 +90,4 @@ def measure_alibi(
         "relative_error_worst_head": float((gap / whole).max().sqrt()),
         "kernel_alone": errors(folded, same)["relative_error"],
         "dropped_relative_error": errors(dropped, wanted)["relative_error"],
-        "dropped_max_error": errors(dropped, wanted)["max_error"],
     }
