@@ -81,3 +81,28 @@ def lacks_rotary_style(state: PortState) -> str | None:
     """Why there is no style to swap."""
     kind = str(state.config.get("position_embedding_type"))
     return None if kind in STYLES else f"positions are {kind}"
+
+
+def scale_embedding(state: PortState) -> PortState:
+    """Gemma's factor sqrt(E) on the embedding missing, or put where it does not belong.
+
+    What the embedding gives is scaled and not its weights: where the table is shared, the output matrix reads it too.
+    """
+    root = float(state.config["hidden_size"]) ** 0.5
+    factor = 1 / root if str(state.config.get("architecture")).startswith("Gemma") else root
+
+    def change(model: Any) -> Any:
+        for name, module in model.module.named_modules():
+            if name.endswith("vocab_embedding"):
+                # A class of its own, because recording sets and removes `forward` on the module.
+                module.__class__ = _scaled_class(type(module), factor)
+        return model
+
+    return state.with_wrapper(change)
+
+
+def _scaled_class(own: type, factor: float) -> type:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own.forward(self, *args, **kwargs) * factor
+
+    return type(own.__name__, (own,), {"forward": forward})

@@ -10,6 +10,9 @@ from porting_kit.alignment.result import AlignmentResult
 from porting_kit.diagnosis.hypotheses import Hypothesis
 from porting_kit.diagnosis.search import RULED_OUT_FIRST, Search
 
+NEARER = 0.3
+"""A fault that leaves this share of the logits' typical error comes near."""
+
 
 def collect_evidence(
     search: Search,
@@ -40,6 +43,7 @@ def collect_evidence(
     if best is None:
         if faults:
             lines.append(f"nearest is {faults[0].name}, which leaves {faults[0].unexplained} unexplained")
+            lines += _describe_nearness(healthy.figures, faults)
         return lines
     lines.append(f"with {best.name} {best.explained} of those are explained and {best.unexplained} of all are not")
     if best.detail is not None:
@@ -52,6 +56,18 @@ def collect_evidence(
         where = "" if runner_up.prompts == best.prompts else " of the first prompt's beginning"
         lines.append(f"next best is {runner_up.name}, which leaves {runner_up.unexplained}{where} unexplained")
     return lines
+
+
+def _describe_nearness(healthy: Hypothesis, faults: Sequence[Hypothesis]) -> list[str]:
+    """The fault that takes most of the logits' error away, where one does: it may be a part, or another size, of it."""
+    near = [fault for fault in faults if fault.typical_error is not None and len(fault.faults) == 1]
+    best = min(near, key=lambda fault: fault.typical_error, default=None)
+    if best is None or best.typical_error > NEARER * healthy.typical_error:
+        return []
+    return [
+        f"{best.name} takes the typical error of the logits from {healthy.typical_error:.1e} to "
+        f"{best.typical_error:.1e}, but not to noise: look there for a part of it, or for another value"
+    ]
 
 
 def describe_origins(result: AlignmentResult) -> list[str]:

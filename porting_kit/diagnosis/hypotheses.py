@@ -43,6 +43,7 @@ class Hypothesis:
         explained: of what the healthy port does not explain, how much this one does.
         explained_ends: of those, steps and ends of texts, which are counted exactly.
         logit_error: worst relative error against the observed logits; None without them.
+        typical_error: the median one.
         deficit: sum of the logits by which emitted tokens fall short.
         error: why it could not be tried, or is ruled out; then the counts mean nothing.
         prompts: prompts it was tried on; a hopeless one is dropped after the beginning of the first, which counts 0.
@@ -57,6 +58,7 @@ class Hypothesis:
     explained: int = 0
     explained_ends: int = 0
     logit_error: float | None = None
+    typical_error: float | None = None
     deficit: float = 0.0
     error: str | None = None
     prompts: int = 0
@@ -162,11 +164,12 @@ def judge(
     near_ties = ~wrong & (preferred != tokens)
     if near_ties.sum() > max(NEAR_TIE_SHARE * len(tokens), 1):
         wrong = wrong | near_ties
-    logit_error = None
+    logit_error = typical_error = None
     if observation.logits is not None:
         pairs = zip(logits, observation.logits, strict=True)
         errors = torch.cat([relative_errors(ours, theirs.cpu()) for ours, theirs in pairs])
         logit_error = float(errors.nan_to_num(torch.inf).max())
+        typical_error = float(errors.nan_to_num(torch.inf).median())
         if observation.logits_noise is not None:
             wrong = wrong | ~(errors <= observation.logits_noise)
     if observation.allows_padding:
@@ -179,6 +182,7 @@ def judge(
         unexplained_steps=int(steps.sum()),
         unexplained_ends=int(ends.sum()),
         logit_error=logit_error,
+        typical_error=typical_error,
         deficit=float(-margins.clamp(min=-1e9, max=0).sum()),
         prompts=len(observation.prompts),
     )

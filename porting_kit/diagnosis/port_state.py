@@ -35,6 +35,8 @@ class PortState:
         wrappers: put around the built model, in order: faults of the runtime.
         dtype: run in this dtype instead of the config's.
         attention_window: tokens that a query may see, itself included; None for all.
+        leading_positions: rows of the base's position table that a right checkpoint leaves out (OPT's first two), which
+            a faulty one reads; None where there are none, or the base is not at hand.
     """
 
     config: Mapping[str, Any]
@@ -47,6 +49,7 @@ class PortState:
     wrappers: tuple[Wrapper, ...] = ()
     dtype: str | None = None
     attention_window: int | None = None
+    leading_positions: torch.Tensor | None = field(default=None, repr=False)
 
     def build(self) -> Any:
         """The model: the emulator's, inside the wrappers."""

@@ -6,10 +6,9 @@ import torch
 
 from porting_kit.diagnosis.port_state import PortState
 
-QKV, DENSE, EMBEDDING, POSITIONS, HEAD = (
+QKV, DENSE, POSITIONS, HEAD = (
     ".attention.qkv.",
     ".attention.dense.weight",
-    "transformer.vocab_embedding.weight",
     "transformer.position_embedding.weight",
     "lm_head.weight",
 )
@@ -180,13 +179,6 @@ def shift_norms(state: PortState) -> PortState:
     return state.with_tensors(lambda name, tensor: tensor + shift if is_norm(name) else tensor)
 
 
-def scale_embedding(state: PortState) -> PortState:
-    """Gemma's factor sqrt(E) on the embedding missing, or put where it does not belong."""
-    root = float(state.config["hidden_size"]) ** 0.5
-    factor = 1 / root if str(state.config.get("architecture")).startswith("Gemma") else root
-    return state.with_tensors(lambda name, tensor: tensor * factor if name == EMBEDDING else tensor)
-
-
 def absorbs_scale(state: PortState) -> str | None:
     """Why a factor on the embedding would change nothing."""
     return "a norm follows the embedding" if state.has_tensor("ln_embed.weight") else None
@@ -194,7 +186,14 @@ def absorbs_scale(state: PortState) -> str | None:
 
 def shift_positions(state: PortState) -> PortState:
     """OPT's table keeps its two leading rows: every position reads the row two places before its own."""
-    return state.with_tensors(lambda name, tensor: tensor.roll(2, 0) if name == POSITIONS else tensor)
+
+    def shift(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name != POSITIONS:
+            return tensor
+        leading = tensor[-2:] if state.leading_positions is None else state.leading_positions.to(tensor)
+        return torch.cat([leading, tensor[: -len(leading)]])
+
+    return state.with_tensors(shift)
 
 
 def lacks_positions(state: PortState) -> str | None:

@@ -172,7 +172,9 @@ class AlignmentSession:
         state = read_port_state(
             self.source_tree, self.run.folder.checkpoint, tree=self.tree, module_file=module_file, class_name=class_name
         )
-        return state.with_window(self.attention_window)
+        table = "model.decoder.embed_positions.weight"
+        leading = self.source.read(table)[:2] if self.base.family == "opt" and table in self.source else None
+        return replace(state.with_window(self.attention_window), leading_positions=leading)
 
     @property
     def attention_window(self) -> int | None:

@@ -138,8 +138,8 @@ def write_foreign(foreign: Mapping[str, Any]) -> list[str]:
         "## Engines made without the catalogue\n",
         "The figures above are circular: what is planted is what is looked for. So plain Hugging Face models were "
         "spoilt by hand, as a converter, a model file or a run spoils them, decoded by another loop, written to files "
-        "as `run.py` writes them, and diagnosed as `porting-kit diagnose` does. Some have a fault that the catalogue "
-        'does not hold, where "none of these" is right; some have none, in other dtypes, attention kernels and batches. '
+        "as `run.py` writes them, and diagnosed as `porting-kit diagnose` does. Some have a fault that the "
+        'catalogue does not hold, where "none of these" is right; some are clean, in other dtypes, kernels, batches. '
         f"{foreign['cases']} diagnoses over {', '.join(foreign['bases'])}, by "
         "`python -m tests.benchmarks.diagnosis --foreign --write`.\n",
         f"| from | engines | {' | '.join(FOREIGN_WORDS.values())} |",

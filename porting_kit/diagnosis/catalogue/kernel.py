@@ -56,7 +56,7 @@ KERNEL_FAULTS: tuple[Fault, ...] = (
         cause="the XQA multi-query kernel that verifies the draft tree takes no ALiBi slopes; the context phase's "
         "kernel does",
         fix="let the kernel fit say ALiBi in words that this kernel knows: fit: auto in the port file (write_positions "
-        "in bfloat16, fold_alibi in float16); another position_embedding_type alone cannot mend it",
+        "in bfloat16, fold_alibi in float16); no other position_embedding_type can mend it by itself",
         releases=f"{ALL}, precompiled kernels; the just-in-time kernels refuse ALiBi",
         source="gptAttentionCommon.cpp l.235 and xqaParams.h l.49, 0.14.0.dev2024100800; measured on an H200",
         apply=_kernel(alibi_in_generation=False),

@@ -1,5 +1,6 @@
 """What a converter gets wrong in the weights."""
 
+from porting_kit.diagnosis import code_faults as code
 from porting_kit.diagnosis import weight_faults as weights
 from porting_kit.diagnosis.fault import Fault
 
@@ -172,7 +173,7 @@ WEIGHT_FAULTS: tuple[Fault, ...] = (
         fix="0.9: fold sqrt(E) into vocab_embedding.weight, not into lm_head.weight; 0.10 on: leave the weight alone",
         releases="0.9 (Gemma)",
         source="models/gemma/model.py, v0.9.0 and 0.11.0.dev2024062500 l.147",
-        apply=weights.scale_embedding,
+        apply=code.scale_embedding,
         applies=weights.absorbs_scale,
     ),
     Fault(
