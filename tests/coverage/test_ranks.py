@@ -91,7 +91,7 @@ def test_a_rank_that_stops_does_not_leave_the_others_waiting(tmp_path):
             good = {"phase": "prefill", "cache": cache.number, "arguments": ([torch.tensor([3, 4])],), "options": {}}
             bad = {**good, "arguments": ([torch.tensor([3, 10**6])],)}
             started = time.monotonic()
-            with pytest.raises(RankStopped, match="IndexError"):
+            with pytest.raises(RankStopped, match="operands of embedding"):
                 group.ask_each("run", [good, bad])
             assert time.monotonic() - started < 30
     finally:
