@@ -97,7 +97,8 @@ def test_without_a_run_every_notebook_says_so_and_a_new_page_is_found_with_its_p
     assert "A page nobody listed" in (pages / "index.html").read_text()
     assert "circle.svg" in (pages / "howto" / "a_new_page.html").read_text()
     assert (pages / "_images" / "circle.svg").read_text() == PICTURE
-    assert not list(pages.rglob("*checkpoint*"))
+    assert not list(pages.rglob("*-checkpoint*"))
+    assert not list(pages.rglob(".ipynb_checkpoints"))
 
 
 @pytest.mark.parametrize(("verdict", "said"), [("fail", "*fail*"), ("not_run", "*not run*"), (None, "`demo`.")])
