@@ -106,3 +106,18 @@ def _scaled_class(own: type, factor: float) -> type:
         return own.forward(self, *args, **kwargs) * factor
 
     return type(own.__name__, (own,), {"forward": forward})
+
+
+def drop_alibi(model: Any) -> Any:
+    """Attention modules that know nothing of ALiBi, in any phase."""
+    for module in base_modules(model):
+        own = getattr(module, "position_embedding_type", None)
+        if str(getattr(own, "name", "")).startswith("alibi"):
+            module.position_embedding_type = type(own)["learned_absolute"]
+    return model
+
+
+def lacks_alibi(state: PortState) -> str | None:
+    """Why no ALiBi bias can be missing."""
+    kind = str(state.config.get("position_embedding_type"))
+    return None if "alibi" in kind else f"positions are {kind}"

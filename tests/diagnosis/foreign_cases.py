@@ -150,7 +150,7 @@ def _engines() -> list[Engine]:
         e("quick gelu in place of gelu", ("gptneox",), ("activation_variant", NONE), h.set_activation("quick_gelu")),
         e("epsilon 1e-3", ALL, (NONE, "norm_epsilon_wrong"), h.set_epsilon(1e-3)),
         e("epsilon 1e-5 in place of 1e-6", ("llama",), ("norm_epsilon_wrong",), h.set_epsilon(1e-5)),
-        e("ALiBi left out in every phase", ("bloom",), (NONE, "alibi_dropped"), h.scale_alibi(0.0)),
+        e("ALiBi left out in every phase", ("bloom",), ("alibi_dropped_everywhere",), h.scale_alibi(0.0)),
         e("ALiBi slopes of twice the size", ("bloom",), (NONE,), h.scale_alibi(2.0)),
         e(
             "attention before MLP, not beside it",

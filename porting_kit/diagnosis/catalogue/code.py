@@ -67,4 +67,17 @@ CODE_FAULTS: tuple[Fault, ...] = (
         apply=code.swap_rotary_style,
         applies=code.lacks_rotary_style,
     ),
+    Fault(
+        name="alibi_dropped_everywhere",
+        kind="code",
+        title="ALiBi bias missing in every phase",
+        symptom="wrong from the first token on, worse the longer the prompt",
+        cause="position_embedding_type missing from config.json, or not passed to attention: its default is "
+        "learned_absolute, which has no bias",
+        fix="position_embedding_type: alibi in config.json, and passed to the attention layer by model.py",
+        releases=ALL,
+        source="layers/attention.py Attention(position_embedding_type=learned_absolute), 0.11.0.dev2024062500",
+        apply=lambda state: state.with_wrapper(code.drop_alibi),
+        applies=code.lacks_alibi,
+    ),
 )
