@@ -2,8 +2,7 @@
 
 Nothing here comes from the catalogue of faults. The engine is the Hugging Face model itself, changed as a faulty
 converter, model file or run would have changed it (`foreign_faults`), and decoded by a loop of this module. What it
-says
-is written to the files that TensorRT-LLM's run script writes, and read back as `porting-kit diagnose` reads them.
+says is written to the files that TensorRT-LLM's run script writes, and read back as `porting-kit diagnose` reads them.
 """
 
 from __future__ import annotations
