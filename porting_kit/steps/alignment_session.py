@@ -69,9 +69,16 @@ def current_rank() -> int:
 
 @dataclass
 class AlignmentSession:
-    """The opened parts of one alignment; heavy parts load when they are first asked for."""
+    """The opened parts of one alignment; heavy parts load when they are first asked for.
+
+    Args:
+        run: the port and its folder.
+        keeps_prompts: take the prompts as they are, because an engine has answered them; otherwise they are cut where
+            they would cross a length threshold of the base.
+    """
 
     run: PortRun
+    keeps_prompts: bool = False
 
     @cached_property
     def reference(self) -> Reference:
@@ -115,7 +122,7 @@ class AlignmentSession:
     def _tokenized(self) -> tuple[list[list[int]], str]:
         port = self.run.port
         prompts, said = tokenize_prompts(port, self.reference.tokenizer, self.reference.vocab_size)
-        if port.engine == "captured":  # an engine has answered these prompts as they are
+        if self.keeps_prompts or port.engine == "captured":
             return prompts, said
         prompts, cut = keep_below(prompts, port.alignment.new_tokens, self.base.length_threshold, self.tree.num_drafts)
         return prompts, f"{said}; {cut}" if cut else said

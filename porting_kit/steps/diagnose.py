@@ -15,6 +15,7 @@ import torch
 from porting_kit.alignment.result import AlignmentResult
 from porting_kit.diagnosis import Diagnosis, observe
 from porting_kit.diagnosis.observation import PADDED_TO
+from porting_kit.engine.captured import CapturedSequence
 from porting_kit.engine.captured_runs import is_capture_file, read_capture_file
 from porting_kit.errors import CapturedFileError
 from porting_kit.outcomes import StepOutcome, Verdict
@@ -60,12 +61,12 @@ def diagnose_port(run: PortRun, observed: Path, logits: Path | None = None) -> D
             )
     require_steps(run, "patch", "convert")
     watch = Stopwatch()
-    session = AlignmentSession(run)
+    session = AlignmentSession(run, keeps_prompts=True)
     if is_capture_file(observed):
         judged = align_capture(session, read_capture_file(observed))
         observation = observe(judged)
     else:
-        sequences = session.read_captured(observed, logits, padded_to=PADDED_TO)
+        session, sequences = _read_observed(session, observed, logits)
         judged = session.align_captured(sequences)
         observation = replace(observe(judged), overrun=[sequence.ran_past_end for sequence in sequences])
         if logits is not None:
@@ -75,6 +76,21 @@ def diagnose_port(run: PortRun, observed: Path, logits: Path | None = None) -> D
     write_json(run.folder.root / RESULT_FILE, diagnosis.as_dict())
     write_text(run.folder.root / PAGE_FILE, _render(run, diagnosis, judged))
     return DiagnoseResult(_judge(diagnosis, watch.seconds), diagnosis)
+
+
+def _read_observed(
+    session: AlignmentSession, observed: Path, logits: Path | None
+) -> tuple[AlignmentSession, list[CapturedSequence]]:
+    """The file of an engine that answered the prompts as they are, or of an alignment that cut them."""
+    try:
+        return session, session.read_captured(observed, logits, padded_to=PADDED_TO)
+    except CapturedFileError:
+        if session.base.length_threshold is None:
+            raise
+        cutting = AlignmentSession(session.run)
+        if cutting.prompts == session.prompts:
+            raise
+        return cutting, cutting.read_captured(observed, logits, padded_to=PADDED_TO)
 
 
 def _render(run: PortRun, diagnosis: Diagnosis, judged: AlignmentResult) -> str:

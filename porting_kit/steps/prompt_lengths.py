@@ -1,4 +1,4 @@
-"""Lengths of an alignment's prompts: kept on one side of a threshold, and what they leave out said beside the verdict."""
+"""Lengths of the prompts: kept on one side of a threshold, and what they leave out said beside the verdict."""
 
 from __future__ import annotations
 

@@ -143,3 +143,29 @@ def test_the_page_says_cause_and_fix_and_loads_nothing(opened, tmp_path):
     assert "attention.qkv.bias" in page
     assert "data:image/png;base64" in page
     assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_texts_of_an_alignment_that_cut_its_prompts_are_recognised(tmp_path):
+    """Beyond 64 tokens this base is another function: `align` cuts the prompts that would get there."""
+    import transformers
+    import yaml
+    from safetensors.torch import save_file
+
+    from tests.cli.conftest import make_heads
+
+    config = transformers.LlamaConfig(
+        vocab_size=160, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0},
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    (tmp_path / "heads").mkdir()
+    save_file(make_heads(32, 2), tmp_path / "heads" / "medusa_lm_head.safetensors")
+    port = {"name": "tiny", "base": "base", "heads": "heads", "dtype": "float32", "tree": "cartesian:2,2"}
+    port["alignment"] = {"new_tokens": NEW_TOKENS, "batch_sizes": [2]}
+    (tmp_path / "port.yaml").write_text(yaml.safe_dump(port))
+    place = SimpleNamespace(file=tmp_path / "port.yaml", out=tmp_path / "run")
+    aligned = CliRunner().invoke(app, ["align", str(place.file), "--out", str(place.out), "--json"])
+    assert aligned.exit_code == 0, aligned.output
+    assert "cut to their last" in json.loads((place.out / "align" / "outcome.json").read_text())["figures"]["prompts"]
+    code, document = diagnose(place, place.out / "alignment" / "output_ids.npy")
+    assert (code, document["verdict"]) == (0, "pass")
