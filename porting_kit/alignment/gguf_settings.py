@@ -9,6 +9,7 @@ place.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shutil
 import tempfile
@@ -34,14 +35,22 @@ def find_settings(file: Path) -> Path | None:
 
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """transformers draws bars on stderr, into the middle of ours."""
+    """transformers draws bars on stderr, into the middle of ours, and widgets that a saved notebook shows as broken."""
     from transformers.utils import logging
 
     were_shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    reader = None
+    with contextlib.suppress(ImportError):
+        reader = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    drawn = getattr(reader, "tqdm", None)  # its bar asks nobody
+    if drawn is not None:
+        reader.tqdm = lambda tensors, *_, **__: tensors
     try:
         yield
     finally:
+        if drawn is not None:
+            reader.tqdm = drawn
         if were_shown:
             logging.enable_progress_bar()
 

@@ -7,8 +7,8 @@ without loading anything again.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -83,8 +83,7 @@ class AlignmentSession:
     @cached_property
     def reference(self) -> Reference:
         """The base in float32."""
-        with _no_progress_bar():
-            return load_reference(self.run.port.base_path)
+        return load_reference(self.run.port.base_path)
 
     @cached_property
     def source(self) -> TensorSource:
@@ -338,17 +337,3 @@ class AlignmentSession:
         rows = [np.asarray(text.tokens, dtype=np.int32) for text in result.texts]
         end_id = self.reference.settings.end_ids[0] if self.reference.settings.end_ids else 0
         write_captured_tokens(path, result.prompts, rows, end_id=end_id)
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """transformers draws a widget while it loads, which a saved notebook can only show as broken."""
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from porting_kit.alignment import gguf_settings
-from porting_kit.alignment.gguf_settings import find_settings
+from porting_kit.alignment.gguf_settings import find_settings, without_progress_bars
 
 
 class Tokenizer:
@@ -90,3 +90,16 @@ def test_a_cache_that_cannot_be_written_is_done_without(file, tmp_path, monkeypa
     monkeypatch.delenv("PORTING_KIT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert gguf_settings._cache() == tmp_path / "other" / "porting-kit" / "gguf"
+
+
+def test_the_bar_of_the_gguf_reader_is_not_drawn(monkeypatch):
+    """It does not ask whether bars are wanted."""
+
+    def draw(tensors, **_):
+        raise AssertionError("drawn")
+
+    reader = SimpleNamespace(tqdm=draw)
+    monkeypatch.setitem(sys.modules, "transformers.modeling_gguf_pytorch_utils", reader)
+    with without_progress_bars():
+        assert list(reader.tqdm([1, 2], desc="tensors")) == [1, 2]
+    assert reader.tqdm is draw
