@@ -113,7 +113,7 @@ def open_base_checkpoint(folder: Path) -> tuple[CheckpointBase, TensorSource]:
             expected=f"one of {list(CHECKPOINT_DTYPES)}, not quantised",
             found=f"{needed[-1]}, quantization {raw.get('quantization')}",
             where=file,
-            next_step="quantise base and heads together with TensorRT-LLM's own quantisation",
+            next_step="let `porting-kit quantised CHECKPOINT --heads DIR --out DIR` add the heads in 16 bit",
         )
     if world != tp_size * pp_size or min(tp_size, pp_size) < 1:
         raise CheckpointError(

@@ -7,7 +7,7 @@ that are no text: `read_log` takes what is there and says how far it got.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,8 @@ PHASES: tuple[tuple[str, str], ...] = (
 )
 LAST_PHASE = PHASES[-1][0]
 VERSION_LINE = re.compile(r"TensorRT-LLM version: (\S+)")
+TRACEBACK = "Traceback (most recent call last)"
+EXCEPTION_LINE = re.compile(r"^(?:\[[^\]]*\]\s*)*([A-Za-z_][\w.]*(?:Error|Exception)\b.*)$")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class LogReading:
         release: the release the library stated, None when its line is not there.
         is_complete: the build's last line is there.
         lines: how many there are.
+        exception: the last line of the last Python traceback, with its number; None without one.
     """
 
     messages: tuple[RecognisedMessage, ...]
@@ -57,6 +60,7 @@ class LogReading:
     release: str | None
     is_complete: bool
     lines: int
+    exception: str | None = None
 
     @property
     def summary(self) -> str:
@@ -66,6 +70,8 @@ class LogReading:
             return f"{fatal.message.name}, line {fatal.line_number}: {fatal.message.cause}"
         if self.is_complete:
             return "the build finished"
+        if self.exception is not None:
+            return f"ended by an exception that the catalogue does not know: {self.exception}"
         reached = f"after {self.phases[-1]!r}" if self.phases else "before the library said anything"
         return f"the log breaks off {reached} with no message the catalogue knows"
 
@@ -77,6 +83,8 @@ class LogReading:
             return fatal.message.next_step
         if self.is_complete:
             return None
+        if self.exception is not None:
+            return "read the traceback above it in the log: its last frame inside tensorrt_llm names the step"
         return "bring the whole log, or look for a killed process: `dmesg` names one that ran out of memory"
 
 
@@ -102,7 +110,19 @@ def read_log_lines(lines: Iterable[str]) -> LogReading:
     lines = list(lines)
     phases = [name for name, pattern in PHASES if any(re.search(pattern, line) for line in lines)]
     release = next((match.group(1) for line in lines if (match := VERSION_LINE.search(line))), None)
-    return LogReading(recognise_messages(lines), tuple(phases), release, LAST_PHASE in phases, len(lines))
+    is_complete = LAST_PHASE in phases
+    return LogReading(recognise_messages(lines), tuple(phases), release, is_complete, len(lines), find_exception(lines))
+
+
+def find_exception(lines: Sequence[str]) -> str | None:
+    """What the last Python traceback ended with, and on which line, counted from 1."""
+    start = max((number for number, line in enumerate(lines) if TRACEBACK in line), default=None)
+    if start is None:
+        return None
+    for number, line in enumerate(lines[start:], start=start + 1):
+        if found := EXCEPTION_LINE.search(line):
+            return f"{found[1].strip()} (line {number})"
+    return None
 
 
 def recognise_messages(lines: Iterable[str]) -> tuple[RecognisedMessage, ...]:

@@ -182,7 +182,8 @@ def format_alignment(result: AlignResult) -> str:
             lines.append(f"tokens per step: {document['tokens_per_step']:.2f}")
     cause = result.cause
     if cause:
-        lines += [f"cause: {cause.get('name')}", f"fix: {cause.get('fix')}"]
+        lines.append(f"cause: {cause.get('name') or cause.get('verdict') or 'none of the known faults'}")
+        lines += [f"fix: {cause['fix']}"] if cause.get("fix") else []
     covered = ", ".join(item.value for item in result.outcome.covered) or "nothing"
     rest = ", ".join(result.outcome.as_dict()["not_covered"])
     lines.append(f"covered: {covered}; not covered: {rest}")

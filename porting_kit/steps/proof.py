@@ -91,14 +91,32 @@ def _prove(run: PortRun, inputs: ConversionInputs, workers: int) -> tuple[Proof,
     if mapping.get("tp_size") != plan.tp_size or mapping.get("pp_size") != plan.pp_size:
         failure = Failure(CONFIG, (), f"the mapping says {mapping}, the files are of {plan.tp_size} x {plan.pp_size}")
         proof = replace(proof, failures=(*proof.failures, failure))
-    return proof, mistakes
+    return replace(proof, failures=(*proof.failures, *_find_changed_fields(run))), mistakes
+
+
+def _find_changed_fields(run: PortRun) -> list[Failure]:
+    """Fields of config.json that are not what the conversion wrote: the library reads them without a question."""
+    config, failures = read_checkpoint_document(run), []
+    for row in _read_receipt(run)["fields"]:
+        target, value = row["target"], row["value"]
+        if target and target != "mapping" and config.get(target) != value:
+            said = f"{target} is {config.get(target)!r}, the conversion wrote {value!r}"
+            failures.append(Failure(f"{CONFIG}: {target}", (), said))
+    return failures
 
 
 def _find_changed_files(run: PortRun, digests: SourceDigests) -> tuple[str, ...]:
     """Source files whose SHA-256 is not that of the receipt."""
+    stated = {file["path"]: file["sha256"] for file in _read_receipt(run)["files"]}
+    return tuple(file.path for file in digests.collect() if stated.get(file.path, file.sha256) != file.sha256)
+
+
+def _read_receipt(run: PortRun) -> dict[str, Any]:
+    """The conversion's receipt. Raises CheckpointError when it cannot be read."""
     try:
         receipt = read_json(run.folder.checkpoint / RECEIPT)
-        stated = {file["path"]: file["sha256"] for file in receipt["files"]}
+        _ = [file["path"] + file["sha256"] for file in receipt["files"]], [row["value"] for row in receipt["fields"]]
+        return receipt
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise CheckpointError(
             "the conversion's receipt cannot be read",
@@ -106,7 +124,6 @@ def _find_changed_files(run: PortRun, digests: SourceDigests) -> tuple[str, ...]
             where=run.folder.checkpoint / RECEIPT,
             next_step="convert again",
         ) from None
-    return tuple(file.path for file in digests.collect() if stated.get(file.path, file.sha256) != file.sha256)
 
 
 def _judge(

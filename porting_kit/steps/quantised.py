@@ -146,5 +146,7 @@ def format_quantised(result: QuantisedResult) -> str:
         lines.append(f"{error.module}: {error.relative_error:.3g} of the base's norm (bound {error.bound})")
         lines += [f"  {error.scale_fault}"] if error.scale_fault else []
     lines += [f"  {product}" for product in result.outcome.products]
+    if result.outcome.figures.get("next_step"):
+        lines.append(f"next step: {result.outcome.figures['next_step']}")
     lines.append(f"quantised: {result.outcome.verdict.value} - {result.outcome.summary}")
     return "\n".join(lines)

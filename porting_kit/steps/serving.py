@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from porting_kit.alignment.reference import read_reference_settings
 from porting_kit.engine.engine_config import EngineConfig
 from porting_kit.engine.engine_folder import open_engine_folder
 from porting_kit.engine.server_files import find_commands, read_pbtxt, read_text_file
@@ -87,15 +88,18 @@ def write_serving(run: PortRun, *, engine_dir: Path | None = None, check: Sequen
     write_text(run.folder.engine / FOLDER / PBTXT_FILE, write_pbtxt(settings))
     if snippet is not None:
         write_text(run.folder.engine / FOLDER / SNIPPET_FILE, snippet)
-    gates = {str(file): _check_file(file, engine, choices, engine.release) for file in check}
+    end_ids = read_reference_settings(run.port.base_path)[0].end_ids if check else ()
+    gates = {str(file): _check_file(file, engine, choices, end_ids) for file in check}
     return ServingResult(_judge(engine, is_built, snippet, gates, watch), settings, snippet, gates)
 
 
-def _check_file(file: Path, engine: EngineConfig, choices: list[list[int]], release: str) -> tuple[GateResult, ...]:
+def _check_file(
+    file: Path, engine: EngineConfig, choices: list[list[int]], end_ids: Sequence[int]
+) -> tuple[GateResult, ...]:
     text = read_text_file(file)
     settings = read_pbtxt(text)
     if settings:
-        return check_server_settings(settings, engine, choices)
+        return check_server_settings(settings, engine, choices, end_ids)
     commands = list(find_commands(text))
     if not commands:
         raise CapturedFileError(
@@ -103,7 +107,7 @@ def _check_file(file: Path, engine: EngineConfig, choices: list[list[int]], rele
             expected="parameters of a config.pbtxt, or commands of trtllm-build and run.py",
             where=file,
         )
-    return check_commands(commands, release)
+    return check_commands(commands, engine.release)
 
 
 def _planned_engine(run: PortRun, release: str) -> EngineConfig:

@@ -34,6 +34,10 @@ def test_serving_settings_are_written_and_a_users_file_is_checked(port, tmp_path
     mine.write_text(written.read_text().replace(empty, empty.replace('""', '"top_k"')))
     code, document, _ = call("serving", port.file, *options, "--check", mine)
     assert (code, document["failing_gate"]) == (1, "decoding mode")
+    other_end = 'parameters: {\n  key: "end_id"\n  value: { string_value: "77" }\n}\n'
+    mine.write_text(written.read_text() + other_end)
+    code, document, _ = call("serving", port.file, *options, "--check", mine)
+    assert (code, document["failing_gate"]) == (1, "end token")
     (tmp_path / "notes.txt").write_text("nothing of ours\n")
     code, document, _ = call("serving", port.file, *options, "--check", tmp_path / "notes.txt")
     assert code == 2

@@ -120,6 +120,19 @@ class TestLogs:
         assert "after 'engine built'" in reading.summary
         assert "dmesg" in reading.next_step
 
+    def test_an_unknown_exception_is_no_log_that_breaks_off(self):
+        start = RECORDED_LOG.splitlines()[:1]
+        end = [
+            "Traceback (most recent call last):",
+            '  File "a.py", line 3, in build',
+            "    x['type']",
+            "KeyError: 'type'",
+        ]
+        reading = read_log_lines([*start, *end])
+        assert "KeyError: 'type' (line 5)" in reading.summary
+        assert "traceback" in reading.next_step
+        assert read_log_lines([*start, end[-1]]).exception is None
+
     def test_a_cut_behind_the_message_still_names_it(self, tmp_path):
         text = RECORDED_LOG.splitlines()[0] + "\n" + EXAMPLES["unpatched model"] + "\nTraceb"
         (tmp_path / "build.log").write_text(text)

@@ -58,6 +58,20 @@ def test_a_base_checkpoint_gives_the_same_as_the_base(port: Path, tmp_path: Path
         convert_port(open_port_run(port, run_folder=tmp_path / "other", overrides=overrides))
 
 
+@pytest.mark.parametrize(("field", "value"), [("norm_epsilon", 1e-3), ("position_embedding_type", "learned_absolute")])
+def test_a_field_of_the_config_that_was_changed_is_named(port: Path, tmp_path: Path, field: str, value) -> None:
+    """The tensors are all right; the library would read the field without a question."""
+    run = open_run(port, tmp_path / "run")
+    convert_port(run)
+    assert prove_port(run).outcome.verdict is Verdict.PASS
+    file = run.folder.checkpoint / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, field: value}))
+    outcome = prove_port(run).outcome
+    assert outcome.verdict is Verdict.FAIL
+    assert f"{field} is {value!r}, the conversion wrote {config[field]!r}" in outcome.summary
+
+
 def test_compare_names_what_differs(port: Path, tmp_path: Path) -> None:
     one, two = (open_run(port, tmp_path / name) for name in ("one", "two"))
     convert_port(one)
