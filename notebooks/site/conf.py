@@ -8,6 +8,7 @@ author = "The porting-kit authors"
 copyright = "The porting-kit authors"
 
 extensions = ["myst_nb"]
+smartquotes = False  # two hyphens before an option must stay two hyphens
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 exclude_patterns = ["README.md"]  # pages include parts of it
 suppress_warnings = ["myst.header"]  # an included part starts at its own heading level

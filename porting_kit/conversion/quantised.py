@@ -179,7 +179,11 @@ def _check_layers(checkpoint: QuantisedCheckpoint, rank: int) -> list[QuantisedF
     """Every decoder layer of the config must be there, on the rank that holds it, and no other."""
     places = (name.split(".") for name in checkpoint.ranks[rank])
     found = {int(parts[2]) for parts in places if parts[:2] == ["transformer", "layers"] and parts[2].isdecimal()}
-    expected = set(range(checkpoint.config["num_hidden_layers"] // checkpoint.pp_size))
+    count = checkpoint.config["num_hidden_layers"] // checkpoint.pp_size
+    if count > len(checkpoint.ranks[rank]):  # before a set of that size is made
+        text = f"the config has {count} layers a stage, the file {len(checkpoint.ranks[rank])} tensors"
+        return [QuantisedFault("layers", f"rank{rank}: transformer.layers", text)]
+    expected = set(range(count))
     if found == expected:
         return []
     text = f"layers {sorted(found ^ expected)[:5]} are missing or too many: the config has {len(expected)} a stage"

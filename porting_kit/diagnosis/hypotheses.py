@@ -162,7 +162,8 @@ def judge(
     margins, preferred = token_margins(torch.cat(chosen), tokens)
     wrong = ~(margins >= -observation.tolerance)
     near_ties = ~wrong & (preferred != tokens)
-    if near_ties.sum() > max(NEAR_TIE_SHARE * len(tokens), 1):
+    # Where logits were observed they say what is within noise; a share of near-ties needs no guess then.
+    if observation.logits is None and near_ties.sum() > max(NEAR_TIE_SHARE * len(tokens), 1):
         wrong = wrong | near_ties
     logit_error = typical_error = None
     if observation.logits is not None:

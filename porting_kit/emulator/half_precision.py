@@ -41,6 +41,8 @@ def matmul_rounded(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _as_float(weight: torch.Tensor) -> torch.Tensor:
     """The weight in float32, kept on the tensor itself so that it goes when the weight goes."""
     global _kept_bytes
+    if weight.is_inference():  # has no version, so a copy could go stale unnoticed
+        return weight.float()
     version, kept = getattr(weight, "kept_float", (None, None))
     # A weight that was changed in place since (a fault being tried) has another version.
     if version == weight._version:

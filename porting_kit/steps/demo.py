@@ -159,7 +159,7 @@ def _judge(sides: tuple[Side, ...], seconds: float) -> StepOutcome:
     }
     summary = (
         f"as expected: on the release's kernels the port fails ({sides[0].cause}), in exact arithmetic it passes, and "
-        "fitted to the kernels it passes on them"
+        "fitted to the kernels it passes on them, as an approximate fit"
         if good
         else "the demo did not come out as expected: "
         + "; ".join(f"{side.title}: {side.verdict} {side.cause}".strip() for side in sides)

@@ -11,7 +11,7 @@ from porting_kit.conversion.quantised import CALIBRATION_SAMPLES, QuantisedFault
 from porting_kit.conversion.quantised_comparison import WeightError, compare_ranks, find_layout
 from porting_kit.conversion.quantised_files import QuantisedCheckpoint, read_quantised
 from porting_kit.conversion.quantised_heads import add_heads
-from porting_kit.errors import CheckpointError
+from porting_kit.errors import CheckpointError, RunFolderError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.steps.context import Stopwatch
 
@@ -64,9 +64,11 @@ def check_quantised(
         CheckpointError: files that cannot be read, a checkpoint that is not quantised or of another base, heads that do
             not fit, or weights interleaved for a card and no base to tell for which.
         HeadsError: unusable heads.
+        RunFolderError: a folder to write into is occupied, or both are one.
     """
     if (heads is None) != (out is None):
         raise CheckpointError("heads and a folder for the result belong together", found=f"{heads}, {out}")
+    _require_free(out, dequantised)
     watch = Stopwatch()
     read = read_quantised(checkpoint)
     faults = find_faults(read)
@@ -88,6 +90,21 @@ def check_quantised(
 
         written.append(str(add_heads(checkpoint, read_head_set(heads), out, max_draft_len=max_draft_len)))
     return QuantisedResult(_judge(read, faults, errors, written, watch), faults, errors)
+
+
+def _require_free(*folders: Path | None) -> None:
+    """Raise RunFolderError unless each folder is new or empty, and none is named twice."""
+    wanted = [folder.resolve() for folder in folders if folder is not None]
+    for folder in wanted:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise RunFolderError(
+                "the output folder is occupied",
+                expected="a new or empty folder",
+                where=folder,
+                next_step="name another",
+            )
+    if len(set(wanted)) < len(wanted):
+        raise RunFolderError("two results would go into one folder", expected="a folder each", where=wanted[0])
 
 
 def _judge(

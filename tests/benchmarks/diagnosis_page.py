@@ -33,7 +33,7 @@ LOGITS, TOKENS = "tokens and logits", "tokens alone"
 
 SYMPTOM_INTRO = """# My output is different
 
-Start with the first wrong token. It says which half of this page is yours.
+Start with the first wrong token. It says which part of this page is yours.
 
 1. Compare token ids, not text, with the same prompt ids on both sides, greedy on both sides, and cut both at the first
    of *all* end ids. `porting-kit align` does all of this and prints the settings in force.

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from porting_kit.errors import CheckpointError
+from porting_kit.errors import CheckpointError, RunFolderError
 from porting_kit.outcomes import Verdict
 from porting_kit.steps import quantised_alignment
 from porting_kit.steps.context import open_port_run
+from porting_kit.steps.quantised import check_quantised
 from porting_kit.steps.quantised_alignment import align_quantised
 from tests.cli.conftest import PortFolder, port, pristine_port  # noqa: F401 (fixtures)
 from tests.conversion.test_quantised import edit, quantise
@@ -74,3 +75,22 @@ def test_a_checkpoint_of_another_base_is_refused(case):
     (checkpoint / "config.json").write_text(json.dumps(config | {"vocab_size": 128}))
     with pytest.raises(CheckpointError, match="another base: vocab_size"):
         align_quantised(run, checkpoint)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "twice"])
+def test_results_never_replace_what_is_there(kind, tmp_path):
+    """A folder of somebody else's, a file, or one place for two results: refused before anything is read."""
+    place = tmp_path / "mine"
+    if kind == "file":
+        place.write_text("keep me")
+    elif kind == "folder":
+        place.mkdir()
+        (place / "mine.txt").write_text("keep me")
+    options = {"dequantised": place} if kind == "folder" else {"heads": tmp_path / "heads", "out": place}
+    options |= {"dequantised": place} if kind == "twice" else {}
+    with pytest.raises(RunFolderError):
+        check_quantised(tmp_path / "checkpoint", **options)
+    if kind == "file":
+        assert place.read_text() == "keep me"
+    if kind == "folder":
+        assert (place / "mine.txt").read_text() == "keep me"
