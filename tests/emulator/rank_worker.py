@@ -35,6 +35,7 @@ def main(source: str, results: str, *folders: str) -> None:
     for folder in folders:
         model = emulator.load_checkpoint(Path(folder), rank=rank)
         torch.save(run_phases(model), Path(results) / f"{Path(folder).name}-{rank}.pt")
+    dist.barrier()  # a rank that leaves while another still sends ends it
     dist.destroy_process_group()
 
 
