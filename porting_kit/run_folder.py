@@ -205,6 +205,14 @@ def _read_owner(marker: Path) -> object:
         return "an unreadable run.json"
 
 
+def require_free(folder: Path) -> None:
+    """Raise RunFolderError unless a folder to write into is new or empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunFolderError(
+            "the output folder is occupied", expected="a new or empty folder", where=folder, next_step="name another"
+        )
+
+
 @contextlib.contextmanager
 def replace_folder(target: Path) -> Iterator[Path]:
     """Give a temporary folder beside `target`; on success it takes target's place, on failure it is removed.

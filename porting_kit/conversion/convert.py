@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,16 +98,8 @@ def convert_checkpoint(
     base, source, heads = _open_inputs(base_folder, heads)
     dtype = dtype or choose_dtype(base)
     require_release(base, release)
-    plan = plan_conversion(base, source, tp_size=tp_size, pp_size=pp_size, dtype=dtype, heads=heads, release=release)
-    config, table = build_config(
-        plan.base,
-        dtype=dtype,
-        tp_size=tp_size,
-        pp_size=pp_size,
-        heads=heads,
-        max_draft_len=max_draft_len,
-        release=release,
-    )
+    options = {"dtype": dtype, "heads": heads, "release": release, "tp_size": tp_size, "pp_size": pp_size}
+    plan, config, table = _plan_with_config(base, source, max_draft_len, options)
     if fit is not None:
         plan = fit.refit_plan(plan, config)
     return write_checkpoint(
@@ -257,16 +249,8 @@ def checkpoint_ranks(
     base, source, heads = _open_inputs(base_folder, heads)
     dtype = dtype or choose_dtype(base)
     require_release(base, release, tp_size)
-    plan = plan_conversion(base, source, dtype=dtype, heads=heads, release=release, tp_size=tp_size, pp_size=pp_size)
-    config, _ = build_config(
-        plan.base,
-        dtype=dtype,
-        heads=heads,
-        max_draft_len=max_draft_len,
-        release=release,
-        tp_size=tp_size,
-        pp_size=pp_size,
-    )
+    options = {"dtype": dtype, "heads": heads, "release": release, "tp_size": tp_size, "pp_size": pp_size}
+    plan, config, _ = _plan_with_config(base, source, max_draft_len, options)
     ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(plan.world_size)]
     for planned, _, whole in iterate_targets(plan, source, heads):
         for piece in planned.pieces:
@@ -274,6 +258,14 @@ def checkpoint_ranks(
             # clone: a part may be a view of the whole, which would stay in memory with it
             ranks[piece.rank][piece.name] = part.clone() if part._base is not None else part
     return config, ranks
+
+
+def _plan_with_config(
+    base: BaseConfig, source: TensorSource, max_draft_len: int | None, options: dict[str, Any]
+) -> tuple[ConversionPlan, dict[str, Any], Sequence[FieldRow]]:
+    """The plan, its config.json and where each field came from, for one set of options."""
+    plan = plan_conversion(base, source, **options)
+    return plan, *build_config(plan.base, max_draft_len=max_draft_len, **options)
 
 
 def choose_dtype(base: BaseConfig) -> str:

@@ -37,6 +37,14 @@ CLASS_NAME = "Attention"
 MODULES = ("layers", "attention")
 
 
+def imported_names(node: cst.ImportFrom) -> list[str]:
+    """What one import statement calls the library's attention class; empty where it does not import it."""
+    module = cst.Module([]).code_for_node(node.module).split(".")[-1] if node.module else ""
+    if module not in MODULES or isinstance(node.names, cst.ImportStar):
+        return []
+    return [alias.evaluated_alias or CLASS_NAME for alias in node.names if alias.evaluated_name == CLASS_NAME]
+
+
 @dataclass(frozen=True)
 class ArgumentEdit:
     """One keyword that was set: where, and to what; shaped like the patch's own edits.
@@ -132,12 +140,7 @@ class _Editor(cst.CSTTransformer):
         self._methods: list[str] = []
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:  # noqa: N802
-        module = cst.Module([]).code_for_node(node.module).split(".")[-1] if node.module else ""
-        if isinstance(node.names, cst.ImportStar) or module not in MODULES:
-            return
-        for alias in node.names:
-            if alias.evaluated_name == CLASS_NAME:
-                self.names.add(alias.evaluated_alias or CLASS_NAME)
+        self.names.update(imported_names(node))
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: N802
         self._classes.append(node.name.value)

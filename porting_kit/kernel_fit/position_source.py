@@ -16,7 +16,7 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from porting_kit.errors import PatchError
-from porting_kit.kernel_fit.attention_arguments import CLASS_NAME, MODULES, ArgumentEdit, FollowedSource
+from porting_kit.kernel_fit.attention_arguments import CLASS_NAME, ArgumentEdit, FollowedSource, imported_names
 from porting_kit.kernel_fit.settings import DIGIT_BASE, POSITION_DIMS
 from porting_kit.patching.flow import ALL_SPEC_ARGUMENTS, Carrier, trace_flow
 from porting_kit.patching.learned_positions import FUNCTION, FUNCTION_NAME, NEEDED, name_offsets
@@ -137,11 +137,8 @@ class _Editor(cst.CSTTransformer):
         self._methods: list[str] = []
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:  # noqa: N802
-        module = cst.Module([]).code_for_node(node.module).split(".")[-1] if node.module else ""
-        if module in MODULES and not isinstance(node.names, cst.ImportStar):
-            for alias in node.names:
-                if alias.evaluated_name == CLASS_NAME:
-                    self.attention = alias.evaluated_alias or CLASS_NAME
+        for name in imported_names(node):
+            self.attention = name
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: N802
         self._classes.append(node.name.value)

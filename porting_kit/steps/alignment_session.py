@@ -26,6 +26,7 @@ from porting_kit.alignment.reference import Reference, load_reference, resolve_d
 from porting_kit.alignment.result import AlignmentResult
 from porting_kit.alignment.run import EMULATED, AlignmentOptions, align_captured_outputs, align_port_outputs
 from porting_kit.architectures.base_config import BaseConfig
+from porting_kit.architectures.operations import SkipRows
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.plan import plan_conversion
 from porting_kit.conversion.planned import ConversionPlan, plan_scalars
@@ -45,7 +46,7 @@ from porting_kit.kernel_fit.fit import CONFIG_KEY, require_length
 from porting_kit.medusa.tree import MedusaTree, read_tree
 from porting_kit.outcomes import Coverage, Verdict
 from porting_kit.releases.kernels import KernelProfile, kernel_profile
-from porting_kit.releases.shape import attention_shape
+from porting_kit.releases.shape import AttentionShape, attention_shape
 from porting_kit.source_tree import SourceTree
 from porting_kit.steps.captured_alignment import align_capture
 from porting_kit.steps.context import PortRun
@@ -136,7 +137,7 @@ class AlignmentSession:
         """Where the prompts came from, and on which side they lie of each length at which the base changes."""
         scaling = self.base.rope_scaling or {}
         changes = {
-            "the sliding window acts": attention_shape(self.base, self.run.port.target).sliding_window,
+            "the sliding window acts": self._attention_shape.sliding_window,
             f"{scaling.get('type')} scaling of the rotary factors acts": self.base.length_threshold,
         }
         noted = note_lengths(self.prompts, self.run.port.alignment.new_tokens, changes)
@@ -178,14 +179,25 @@ class AlignmentSession:
         state = read_port_state(
             self.source_tree, self.run.folder.checkpoint, tree=self.tree, module_file=module_file, class_name=class_name
         )
-        table = "model.decoder.embed_positions.weight"
-        leading = self.source.read(table)[:2] if self.base.family == "opt" and table in self.source else None
-        return replace(state.with_window(self.attention_window), leading_positions=leading)
+        return replace(state.with_window(self.attention_window), leading_positions=self._skipped_positions)
+
+    @property
+    def _skipped_positions(self) -> Any:
+        """Rows [n, E] of the base's position table that its rule leaves out; None where no rule leaves out any."""
+        for planned in self.plan.tensors:
+            for operation in planned.operations:
+                if isinstance(operation, SkipRows):
+                    return self.source.read(planned.sources[0])[: operation.count]
+        return None
+
+    @cached_property
+    def _attention_shape(self) -> AttentionShape:
+        return attention_shape(self.base, self.run.port.target)
 
     @property
     def attention_window(self) -> int | None:
         """The window of every layer of the base, where texts outgrow it; a checkpoint cannot hold it."""
-        shape = attention_shape(self.base, self.run.port.target)
+        shape = self._attention_shape
         longest = max(map(len, self.prompts)) + self.run.port.alignment.new_tokens
         is_reached = shape.sliding_window is not None and longest > shape.sliding_window
         return shape.sliding_window if is_reached and not shape.window_varies else None

@@ -18,13 +18,13 @@ from porting_kit.alignment.reference import Reference, load_reference
 from porting_kit.alignment.streamed_reference import needs_streaming, open_streamed_reference
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.heads_export import EXPORT_LAYOUTS, export_tensors, find_export_layout, write_export
-from porting_kit.errors import HeadsError, RunFolderError
+from porting_kit.errors import HeadsError
 from porting_kit.medusa.head_fit import HeadFit, read_fit
 from porting_kit.medusa.self_distillation import continue_greedily, cut_prompts
 from porting_kit.medusa.training_text import read_text
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.provenance import hash_value
-from porting_kit.run_folder import replace_folder, require_writable, write_json
+from porting_kit.run_folder import replace_folder, require_free, require_writable, write_json
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.preflight import read_port_base, read_port_heads
 from porting_kit.steps.prompts import tokenize_prompts
@@ -207,10 +207,7 @@ def export_port_heads(run: PortRun, layout: str, out: Path, *, as_pickle: bool =
     """
     watch = Stopwatch()
     find_export_layout(layout)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunFolderError(
-            "the output folder is occupied", expected="a new or empty folder", where=out, next_step="name another"
-        )
+    require_free(out)
     base = read_port_base(run.port, None)
     heads = read_port_heads(run.port, base, check_values=True)
     tensors, config = export_tensors(heads, layout, lambda: _base_matrix(run))

@@ -13,6 +13,7 @@ from porting_kit.conversion.quantised_files import QuantisedCheckpoint, read_qua
 from porting_kit.conversion.quantised_heads import add_heads
 from porting_kit.errors import CheckpointError, RunFolderError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
+from porting_kit.run_folder import require_free
 from porting_kit.steps.context import Stopwatch
 
 DEFAULT_DRAFT_TOKENS = 63
@@ -68,7 +69,7 @@ def check_quantised(
     """
     if (heads is None) != (out is None):
         raise CheckpointError("heads and a folder for the result belong together", found=f"{heads}, {out}")
-    _require_free(out, dequantised)
+    _require_places(out, dequantised)
     watch = Stopwatch()
     read = read_quantised(checkpoint)
     faults = find_faults(read)
@@ -92,17 +93,11 @@ def check_quantised(
     return QuantisedResult(_judge(read, faults, errors, written, watch), faults, errors)
 
 
-def _require_free(*folders: Path | None) -> None:
+def _require_places(*folders: Path | None) -> None:
     """Raise RunFolderError unless each folder is new or empty, and none is named twice."""
     wanted = [folder.resolve() for folder in folders if folder is not None]
     for folder in wanted:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise RunFolderError(
-                "the output folder is occupied",
-                expected="a new or empty folder",
-                where=folder,
-                next_step="name another",
-            )
+        require_free(folder)
     if len(set(wanted)) < len(wanted):
         raise RunFolderError("two results would go into one folder", expected="a folder each", where=wanted[0])
 
