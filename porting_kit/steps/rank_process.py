@@ -11,7 +11,7 @@ import torch.distributed as dist
 from porting_kit.errors import PortingKitError
 from porting_kit.steps.align import align_session
 from porting_kit.steps.alignment_session import AlignmentSession, current_rank
-from porting_kit.steps.ranks import ERROR_FILE, RESULT_FILE, RUN_FILE, describe_error, join_ranks
+from porting_kit.steps.ranks import ERROR_FILE, RESULT_FILE, RUN_FILE, describe_error, join_ranks, wait_for_ranks
 
 
 def main(folder: Path) -> None:
@@ -22,6 +22,7 @@ def main(folder: Path) -> None:
         result = align_session(AlignmentSession(run))
         if current_rank() == 0:
             (folder / RESULT_FILE).write_bytes(pickle.dumps(result))
+        wait_for_ranks()  # a rank that leaves while another still sends ends it
     except PortingKitError as error:
         (folder / ERROR_FILE.format(rank=current_rank())).write_bytes(pickle.dumps(describe_error(error)))
     if dist.is_initialized():

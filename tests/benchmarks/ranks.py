@@ -75,6 +75,7 @@ def work(folder: str, result: str, device: str, dtype: str, rounds: str, prompt_
     found = run_phases(Path(folder), rank, device, dtype or None, int(rounds), int(prompt_tokens))
     if rank == 0:
         torch.save(found, result)
+    dist.barrier()  # a rank that leaves while another still sends ends it
     dist.destroy_process_group()
 
 
@@ -85,7 +86,7 @@ def run_ranks(folder: Path, ranks: int, device: str, dtype: str | None, rounds: 
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += ["-m", "tests.benchmarks.ranks", "--worker", str(folder), str(result), device, dtype or ""]
         command += [str(rounds), str(prompt_tokens)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         if device == "cpu":
             environment["OMP_NUM_THREADS"] = "1"
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
