@@ -23,16 +23,27 @@ def _jit(function):
 def multiply_row(
     rows,
     weight,
+    second,
     bias,
     output,
     fan_in,
     fan_out,
     HAS_BIAS: tl.constexpr,
+    IS_PAIR: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """One row [fan_in] times a weight [fan_out, fan_in] -> [fan_out]; the weight is streamed once."""
-    out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    """One row [fan_in] times a weight [fan_out, fan_in] -> [fan_out]; the weight is streamed once.
+
+    With IS_PAIR a second weight of the same shape follows the first, [2 * fan_out].
+    """
+    block, shift = tl.program_id(0), 0
+    if IS_PAIR:
+        blocks = tl.num_programs(0) // 2
+        shift = block // blocks * fan_out
+        weight = tl.where(block < blocks, weight, second)
+        block = block % blocks
+    out = block * BLOCK_O + tl.arange(0, BLOCK_O)
     start = weight + out.to(tl.int64)[:, None] * fan_in
     total = tl.zeros([BLOCK_O, BLOCK_I], dtype=tl.float32)
     for first in range(0, fan_in, BLOCK_I):
@@ -48,13 +59,14 @@ def multiply_row(
     result = tl.sum(total, axis=1)
     if HAS_BIAS:
         result += tl.load(bias + out, mask=out < fan_out, other=0.0).to(tl.float32)
-    tl.store(output + out, result.to(output.dtype.element_ty), mask=out < fan_out)
+    tl.store(output + shift + out, result.to(output.dtype.element_ty), mask=out < fan_out)
 
 
 @_jit
 def multiply_rows(
     rows,
     weight,
+    second,
     bias,
     output,
     R,
@@ -62,17 +74,25 @@ def multiply_rows(
     fan_out,
     share,
     HAS_BIAS: tl.constexpr,
+    IS_PAIR: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
     """Rows [R, fan_in] times a weight [fan_out, fan_in] -> [parts, R, fan_out]; a part sums `share` columns.
 
-    Program: (block of outputs, part, block of rows); with all rows in one block the weight is read once.
+    Program: (block of outputs, part, block of rows); with all rows in one block the weight is read once. With IS_PAIR a
+    second weight of the same shape follows the first, [parts, R, 2 * fan_out].
 
     The weight's rows take the long side of the tensor cores, so that few rows waste little.
     """
-    out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    block, shift, width = tl.program_id(0), 0, fan_out
+    if IS_PAIR:
+        blocks = tl.num_programs(0) // 2
+        shift, width = block // blocks * fan_out, 2 * fan_out
+        weight = tl.where(block < blocks, weight, second)
+        block = block % blocks
+    out = block * BLOCK_O + tl.arange(0, BLOCK_O)
     part = tl.program_id(1)
     row = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     total = tl.zeros([BLOCK_O, BLOCK_R], dtype=tl.float32)
@@ -92,7 +112,7 @@ def multiply_rows(
         total = tl.dot(values, inputs, total)
     if HAS_BIAS:
         total += tl.load(bias + out, mask=out < fan_out, other=0.0).to(tl.float32)[:, None]
-    place = output + (part * R + row[None, :]).to(tl.int64) * fan_out + out[:, None]
+    place = output + (part * R + row[None, :]).to(tl.int64) * width + shift + out[:, None]
     tl.store(place, total.to(output.dtype.element_ty), mask=(out[:, None] < fan_out) & (row[None, :] < R))
 
 

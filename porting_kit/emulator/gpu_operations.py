@@ -26,6 +26,9 @@ KEY_BLOCK = 64
 BYTES_PER_SECOND = 3e12
 """At which parts of a product are assumed to be read again."""
 
+LAUNCH_MS = 1.5e-3
+"""Of a small kernel in a captured step: parts that are added up by themselves (measured on an H200)."""
+
 SEARCH_BLOCK, MAX_COUNT = 4096, 32
 """Elements that one program searches, and how many of the largest it may be asked for."""
 
@@ -77,77 +80,116 @@ SMALL_PLANS = tuple(
     for parts in (1, 2)
 )
 _LOG = logging.getLogger(__name__)
-_plans: dict[tuple, ProductPlan] = {}
+_plans: dict[tuple, tuple[ProductPlan, float]] = {}
+"""Fastest plan and its milliseconds, by shape."""
 
 
-def multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ProductPlan) -> torch.Tensor:
+def multiply(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: ProductPlan,
+    second: torch.Tensor | None = None,
+) -> torch.Tensor:
     """rows [R, fan_in] times weight [fan_in, fan_out], whose transpose is contiguous, plus bias [fan_out].
 
+    Args:
+        second: a weight like the first, whose product follows the first one's in each row; only without a bias.
+
     Returns:
-        [R, fan_out] in the type of the rows; with several parts float32 [parts, R, fan_out], to be summed.
+        [R, fan_out] in the type of the rows, [R, 2 * fan_out] with a second weight; with several parts float32
+        [parts, R, ...], to be summed.
     """
     if plan.kind == "library":
         return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+    weights = (weight,) if second is None else (weight, second)
     rows = rows.contiguous()
     (R, fan_in), fan_out = rows.shape, weight.shape[1]
-    grid = (-(-fan_out // plan.block_out), plan.parts)
-    options = {"num_warps": plan.warps, "num_stages": plan.stages}
+    width = len(weights) * fan_out
+    grid = (len(weights) * -(-fan_out // plan.block_out), plan.parts)
+    options = {"num_warps": plan.warps, "num_stages": plan.stages, "IS_PAIR": second is not None}
     held = bias if bias is not None else rows
     if plan.kind == "row":
-        output = torch.empty(1, fan_out, dtype=rows.dtype, device=rows.device)
+        output = torch.empty(1, width, dtype=rows.dtype, device=rows.device)
         kernel = gpu_kernels.multiply_row[grid[:1]]
         kernel(
-            rows, weight, held, output, fan_in, fan_out,
+            rows, weights[0], weights[-1], held, output, fan_in, fan_out,
             HAS_BIAS=bias is not None, BLOCK_O=plan.block_out, BLOCK_I=plan.block_in, **options,
         )  # fmt: skip
         return output
     dtype = rows.dtype if plan.parts == 1 else torch.float32
-    output = torch.empty(plan.parts, R, fan_out, dtype=dtype, device=rows.device)
+    output = torch.empty(plan.parts, R, width, dtype=dtype, device=rows.device)
     share = -(-fan_in // (plan.parts * plan.block_in)) * plan.block_in
     block_rows = min(plan.block_rows, max(16, 1 << (R - 1).bit_length()))
     gpu_kernels.multiply_rows[(*grid, -(-R // block_rows))](
-        rows, weight, held, output, R, fan_in, fan_out, share, HAS_BIAS=bias is not None and plan.parts == 1,
+        rows, weights[0], weights[-1], held, output, R, fan_in, fan_out, share,
+        HAS_BIAS=bias is not None and plan.parts == 1,
         BLOCK_R=block_rows, BLOCK_O=plan.block_out, BLOCK_I=plan.block_in, **options,
     )  # fmt: skip
     return output[0] if plan.parts == 1 else output
 
 
-def find_plan(rows: int, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> ProductPlan:
+def find_plan(
+    rows: int, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, *, is_taken_in: bool = True
+) -> ProductPlan:
     """The fastest plan for products of so many rows with weights [fan_in, fan_out] of one shape; measured once a shape.
 
     Args:
         rows: R.
         weights: of one shape; as many are timed in turn as exceed a card's cache.
         bias: of one of them, or None.
+        is_taken_in: whether what reads the product adds its parts up as it reads; otherwise that is a launch more.
     """
-    first = weights[0]
-    key = (rows, tuple(first.shape), first.dtype, bias is None, first.device)
+    return _find_fastest(rows, [(weight,) for weight in weights], bias, is_taken_in=is_taken_in)[0]
+
+
+def find_pair_plan(rows: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> ProductPlan | None:
+    """The fastest plan for two weights of one shape at a time; None where one after the other is faster.
+
+    Args:
+        rows: R.
+        pairs: weights [fan_in, fan_out] that are multiplied with the same rows, without a bias.
+    """
+    one = _find_fastest(rows, [(weight,) for pair in pairs for weight in pair], None, is_taken_in=True)
+    plan, time_ms = _find_fastest(rows, pairs, None, is_taken_in=True)
+    return plan if time_ms < 2 * one[1] else None
+
+
+def _find_fastest(
+    rows: int, weights: Sequence[tuple[torch.Tensor, ...]], bias: torch.Tensor | None, *, is_taken_in: bool
+) -> tuple[ProductPlan, float]:
+    """The fastest plan and its milliseconds for weights, or pairs of weights, of one shape."""
+    first = weights[0][0]
+    is_pair = len(weights[0]) == 2
+    key = (rows, tuple(first.shape), first.dtype, bias is None, is_pair, is_taken_in, first.device)
     if key not in _plans:
         size = first.numel() * first.element_size()
-        chosen = list(weights[: max(1, -(-TIMED_BYTES // size))])
+        chosen = list(weights[: max(1, -(-TIMED_BYTES // (len(weights[0]) * size)))])
         given = torch.randn(rows, first.shape[0], dtype=first.dtype, device=first.device)
         several = (*ROWS_PLANS, *SMALL_PLANS) if size <= SMALL_BYTES else ROWS_PLANS
         plans = ROW_PLANS if rows == 1 else several
-        times = {LIBRARY: time_plan(given, chosen, bias, LIBRARY)}
+        times = {} if is_pair else {LIBRARY: time_plan(given, chosen, bias, LIBRARY)}
         for plan in plans:
             if plan.parts > 1 and plan.parts * plan.block_in > first.shape[0]:
                 continue
-            times[plan] = time_plan(given, chosen, bias, plan)
-        _plans[key] = min(times, key=times.__getitem__)
+            launch_ms = 0.0 if is_taken_in or plan.parts == 1 else LAUNCH_MS
+            times[plan] = time_plan(given, chosen, bias, plan) + launch_ms
+        fastest = min(times, key=times.__getitem__)
+        _plans[key] = fastest, times[fastest]
     return _plans[key]
 
 
 def time_plan(
-    rows: torch.Tensor, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, plan: ProductPlan
+    rows: torch.Tensor, weights: Sequence[tuple[torch.Tensor, ...]], bias: torch.Tensor | None, plan: ProductPlan
 ) -> float:
     """Milliseconds of one product on a GPU, median of several runs over all weights; infinite where it cannot run.
 
-    Parts are added up by the run that takes the product in, which costs no launch but reads them.
+    Weights come alone or in pairs. The reading of parts, which whatever takes the product in adds up, is counted.
     """
 
     def run() -> None:
-        for weight in weights:
-            multiply(rows, weight, bias, plan)
+        for held in weights:
+            multiply(rows, held[0], bias, plan, *held[1:])
 
     try:
         run()
@@ -170,7 +212,8 @@ def time_plan(
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    adding = 0.0 if plan.parts == 1 else 4e3 * plan.parts * len(rows) * weights[0].shape[1] / BYTES_PER_SECOND
+    outputs = sum(weight.shape[1] for weight in weights[0])
+    adding = 0.0 if plan.parts == 1 else 4e3 * plan.parts * len(rows) * outputs / BYTES_PER_SECOND
     return statistics.median(times[2:]) / (len(weights) * max(1, 8 // len(weights))) + adding
 
 

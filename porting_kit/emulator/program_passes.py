@@ -24,6 +24,7 @@ SMALL_ELEMENTS = 4096
 """Constants up to this size are compared by value."""
 
 _aten = torch.ops.aten
+_CUTS = (_aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default)
 _VIEWS_OF_ROWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
@@ -199,17 +200,51 @@ def place_products(module: torch.fx.GraphModule) -> None:
         if weight is None or not gpu_operations.has_kernels(weight.device, weight.dtype):
             continue
         if count <= gpu_operations.MAX_ROWS and weight.T.is_contiguous():
-            found.setdefault((count, tuple(weight.shape), node.target), []).append((node, weight))
-    for (count, shape, target), products in found.items():
+            key = (count, tuple(weight.shape), node.target, not _is_cut(node))
+            found.setdefault(key, []).append((node, weight))
+    for (count, shape, target, is_taken_in), products in found.items():
         has_bias = target is _aten.addmm.default
+        pairs = [] if has_bias else _find_pairs(products)
+        pair_plan = None
+        if pairs:
+            pair_plan = gpu_operations.find_pair_plan(count, [(first[1], second[1]) for first, second in pairs])
+        if pair_plan is not None:
+            for (first, _), (second, _) in pairs:
+                _replace_pair(module.graph, first, second, pair_plan)
+            paired = {node for pair in pairs for node, _ in pair}
+            products = [(node, weight) for node, weight in products if node not in paired]
+        if not products:
+            continue
         bias = products[0][1].new_zeros(shape[1]) if has_bias else None
-        plan = gpu_operations.find_plan(count, [weight for _, weight in products], bias)
+        weights = [weight for _, weight in products]
+        plan = gpu_operations.find_plan(count, weights, bias, is_taken_in=is_taken_in)
         if plan == gpu_operations.LIBRARY:
             continue
-        for node, weight in products:
+        for node, _ in products:
             given, rows, held = node.args if has_bias else (None, *node.args)
             with module.graph.inserting_before(node):
-                _replace_product(module.graph, node, (rows, held, given), weight, plan)
+                product = module.graph.call_function(gpu_operations.multiply, (rows, held, given, plan))
+                _replace_product(module.graph, node, product, plan.parts, given)
+
+
+def _is_cut(node: torch.fx.Node) -> bool:
+    """Whether pieces of a product are read by themselves: its parts are then added up before, by an operation alone."""
+    return any(user.target in _CUTS or (user.target in _VIEWS_OF_ROWS and _is_cut(user)) for user in node.users)
+
+
+def _find_pairs(
+    products: list[tuple[torch.fx.Node, torch.Tensor]],
+) -> list[tuple[tuple[torch.fx.Node, torch.Tensor], tuple[torch.fx.Node, torch.Tensor]]]:
+    """Products of the same rows, two and two: the gate of an MLP and what it gates."""
+    waiting: dict[torch.fx.Node, tuple[torch.fx.Node, torch.Tensor]] = {}
+    pairs = []
+    for node, weight in products:
+        first = waiting.pop(node.args[0], None)
+        if first is None:
+            waiting[node.args[0]] = node, weight
+        else:
+            pairs.append((first, (node, weight)))
+    return pairs
 
 
 def take_plain_results(module: torch.fx.GraphModule) -> None:
@@ -240,20 +275,34 @@ def take_plain_results(module: torch.fx.GraphModule) -> None:
         output.args = (narrow(results),)
 
 
+def _replace_pair(graph: torch.fx.Graph, first: torch.fx.Node, second: torch.fx.Node, plan: Any) -> None:
+    """Two products of the same rows as one, of which each takes its half of every row."""
+    count, width = first.meta["val"].shape
+    with graph.inserting_before(first):
+        second_weight = graph.get_attr(second.args[1].target)
+        product = graph.call_function(gpu_operations.multiply, (*first.args, None, plan, second_weight))
+        shape, dtype = (count, 2 * width), first.meta["val"].dtype
+        if plan.parts > 1:
+            shape, dtype = (plan.parts, *shape), torch.float32
+        product.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+        for node, start in ((first, 0), (second, width)):
+            half = graph.call_function(_aten.slice.Tensor, (product, -1, start, start + width))
+            _replace_product(graph, node, half, plan.parts, None)
+
+
 def _replace_product(
-    graph: torch.fx.Graph, node: torch.fx.Node, arguments: tuple, weight: torch.Tensor, plan: Any
+    graph: torch.fx.Graph, node: torch.fx.Node, product: torch.fx.Node, parts: int, bias: torch.fx.Node | None
 ) -> None:
-    """The product by a plan; parts of its sum are added up, with the bias, by operations that a fused run takes in."""
-    product = graph.call_function(gpu_operations.multiply, (*arguments, plan))
+    """Put a product in a node's place; a fused run adds up the parts of its sum, and the bias, as it reads them."""
     like = node.meta["val"]
-    if plan.parts > 1:
-        product.meta["val"] = torch.empty((plan.parts, *like.shape), dtype=torch.float32, device="meta")
+    if parts > 1:
+        product.meta["val"] = torch.empty((parts, *like.shape), dtype=torch.float32, device="meta")
         product = graph.call_function(_aten.sum.dim_IntList, (product, [0]))
         product.meta["val"] = torch.empty(like.shape, dtype=torch.float32, device="meta")
-        if arguments[2] is not None:
-            product = graph.call_function(_aten.add.Tensor, (product, arguments[2]))
+        if bias is not None:
+            product = graph.call_function(_aten.add.Tensor, (product, bias))
             product.meta["val"] = torch.empty(like.shape, dtype=torch.float32, device="meta")
-        product = graph.call_function(_aten._to_copy.default, (product,), {"dtype": weight.dtype})
+        product = graph.call_function(_aten._to_copy.default, (product,), {"dtype": like.dtype})
     product.meta["val"] = like
     node.replace_all_uses_with(product)
 

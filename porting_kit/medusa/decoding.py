@@ -196,14 +196,18 @@ def _decode(
     # The context phase confirms one token, as a step whose tree is its root.
     first = chooser.choose(logits, vocab_size, requests, emitted, depths[:1])
     accepted = Acceptance(rows=torch.zeros_like(first), tokens=first, lengths=torch.ones_like(requests))
+    context_seconds = 0.0
     while True:
         counts, ended = cut_at_end(accepted.tokens, accepted.lengths, chooser.end_ids, wanted - emitted)
         counts = counts * running
         log.add(requests, accepted, counts, logits)
         emitted = emitted + counts
         running = running & ~ended
-        if not running.any():
-            return log.finish(chooser.end_ids, seconds=time.perf_counter() - started)
+        is_done = not running.any()  # waits for the device
+        context_seconds = context_seconds or time.perf_counter() - started
+        if is_done:
+            seconds = time.perf_counter() - started
+            return log.finish(chooser.end_ids, seconds=seconds, context_seconds=context_seconds)
         roots = accepted.last_tokens[:, None].clamp(min=0)  # an idle request may have run out of forced tokens
         drafts = [draft_tokens(medusa_logits, tree, vocab_size)] if tree.num_drafts else []
         nodes = torch.cat([roots, *drafts], dim=1)
@@ -223,7 +227,7 @@ def _decode_fused(
     model: DecodableModel, tree: MedusaTree, prompts: list[torch.Tensor], longest: int, chooser: _Greedy
 ) -> Generation | None:
     """The same with whole steps, where the model has them; None where the plain loop has to run."""
-    if not hasattr(model, "open_decoder") or len(chooser.end_ids) > MAX_END_IDS:
+    if not hasattr(model, "open_decoder") or len(chooser.end_ids) > MAX_END_IDS or chooser.longest == 1:
         return None
     inputs = (tree.position_offsets, tree.packed_mask) if tree.num_drafts else (None, None)
     decoder = model.open_decoder(len(prompts), longest + tree.depth + tree.num_nodes, *inputs)

@@ -190,7 +190,7 @@ def decode_fused(
         decoder: for this batch size and tree.
         tree: the tree.
         prompts: token ids of each request on the model's device.
-        max_new_tokens: at least 1.
+        max_new_tokens: at least 2.
         end_ids: at most MAX_END_IDS.
 
     Returns:
@@ -203,8 +203,9 @@ def decode_fused(
     vocab_size = model.config["vocab_size"]
     output = model.prefill(prompts, decoder.cache)
     first = top_tokens(output.logits, vocab_size)
-    if max_new_tokens == 1 or bool(torch.isin(first.cpu(), torch.tensor(list(end_ids), dtype=first.dtype)).any()):
+    if bool(torch.isin(first.cpu(), torch.tensor(list(end_ids), dtype=first.dtype)).any()):
         return None
+    context_seconds = time.perf_counter() - started
     drafts = draft_tokens(output.medusa_logits, tree, vocab_size) if tree.num_drafts else None
     decoder.check(first.unsqueeze(1) if drafts is None else torch.cat([first.unsqueeze(1), drafts], dim=1))
     loop = decoder.memo.get(tree.nodes)
@@ -220,4 +221,4 @@ def decode_fused(
     )
     log.add(torch.arange(len(prompts)), context, context.lengths, context.rows)
     loop.log(log)
-    return log.finish(end_ids, seconds=time.perf_counter() - started)
+    return log.finish(end_ids, seconds=time.perf_counter() - started, context_seconds=context_seconds)

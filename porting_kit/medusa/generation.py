@@ -56,6 +56,7 @@ class Generation:
         accepted_lengths: per request, tokens confirmed in each generation step, before any cut at the end.
         ended_by: per request, the end id that ended it, None when it ran to its limit.
         seconds: wall time of the loop.
+        context_seconds: of that, until the first token was known.
         margins: per request float32, best minus second-best logit at each token; None unless asked for.
         logits: per request [tokens, V] in the model's dtype; None unless asked for.
     """
@@ -65,6 +66,7 @@ class Generation:
     accepted_lengths: list[list[int]]
     ended_by: list[int | None]
     seconds: float
+    context_seconds: float
     margins: list[torch.Tensor] | None = None
     logits: list[torch.Tensor] | None = None
 
@@ -132,7 +134,7 @@ class StepLog:
             if self.keep_logits:
                 self.logits.append(chosen)
 
-    def finish(self, end_ids: Sequence[int], *, seconds: float) -> Generation:
+    def finish(self, end_ids: Sequence[int], *, seconds: float, context_seconds: float) -> Generation:
         """Sort everything by request; called once."""
         shape = (len(self.steps), self.batch_size)
         tokens, nodes = torch.full((*shape, self.width), PADDING), torch.full((*shape, self.width), PADDING)
@@ -153,6 +155,7 @@ class StepLog:
             accepted_lengths=[accepted[1:, b][emitted[1:, b] > 0].tolist() for b in range(self.batch_size)],
             ended_by=[row[-1] if row[-1] in end_ids else None for row in request_tokens],
             seconds=seconds,
+            context_seconds=context_seconds,
             margins=self._by_request(self.margins, row_of, emitted) if self.keep_margins else None,
             logits=self._by_request(self.logits, row_of, emitted) if self.keep_logits else None,
         )

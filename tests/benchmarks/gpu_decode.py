@@ -19,7 +19,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,16 @@ def measure_speed(
     new_tokens: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Time per step of each side, ratios, and the floor."""
+    """Time per step of each side, ratios, and the floor.
+
+    `step_ms` is wall time with the context phase, over the steps; `decode_ms_per_token` is wall time after it, over the
+    tokens that follow the first.
+    """
     bandwidth = measure_bandwidth()
     end_ids = () if reference is None else reference.settings.end_ids
     found: dict[str, list[list[int]]] = {}
     tokens_per_step: dict[str, float] = {}
+    decode_ms: dict[str, list[float]] = {}
 
     def emulated(name: str, tree: MedusaTree | None) -> int:
         runs = [
@@ -119,15 +125,19 @@ def measure_speed(
             for prompt in prompts
         ]
         found[name] = [run.tokens[0] for run in runs]
-        tokens_per_step[name] = sum(run.num_tokens - 1 for run in runs) / sum(run.num_steps for run in runs)
-        return sum(run.num_steps for run in runs)
+        after_first = sum(run.num_tokens - 1 for run in runs)
+        steps = sum(run.num_steps for run in runs)
+        tokens_per_step[name] = after_first / steps
+        decode_s = sum(run.seconds - run.context_seconds for run in runs)
+        decode_ms.setdefault(name, []).append(1e3 * decode_s / after_first)
+        return steps
 
     def hugging_face() -> int:
         found["transformers generate"] = reference.generate(prompts[:REFERENCE_PROMPTS], new_tokens)
         return sum(map(len, found["transformers generate"]))
 
     sides: dict[str, Callable[[], int]] = {"greedy": lambda: emulated("greedy", None)}
-    sides |= {name: lambda name=name, tree=tree: emulated(name, tree) for name, tree in trees.items()}
+    sides |= {name: partial(emulated, name, tree) for name, tree in trees.items()}
     if reference is not None:
         sides["transformers generate"] = hugging_face
     step_ms = time_calls(sides, rounds)
@@ -141,6 +151,7 @@ def measure_speed(
     per_token = {name: ms / tokens_per_step.get(name, 1.0) for name, ms in step_ms.items()}
     return {
         "bandwidth_TB_s": bandwidth / 1e12,
+        "decode_ms_per_token": {name: statistics.median(times[-rounds:]) for name, times in decode_ms.items()},
         "step_ms": step_ms,
         "device_step_ms": device_ms,
         "floor_ms": {"greedy": greedy_floor, "medusa": medusa_floor},
@@ -174,25 +185,30 @@ def compare_texts(
     return {"equal_texts": equal, "texts": len(theirs), "margins_where_others_part": margins}
 
 
+def captured_steps(model: Any) -> Iterator[tuple[int, Any, Callable[[], Any]]]:
+    """(nodes, loop, replay) of each captured whole step, put back to the start of a text."""
+    for decoder in model.decoders._kept.values():
+        for loop in decoder.memo.values():
+            replay = next(iter(loop._captured.values()), None)
+            if replay is not None:
+                loop.pasts.fill_(CONTEXT_TOKENS)
+                loop.step_number.zero_()
+                yield decoder.nodes, loop, replay
+
+
 @torch.inference_mode()
 def time_steps(model: Any) -> dict[str, float]:
     """GPU milliseconds of the captured whole steps alone, by nodes: launched back to back, timed by events."""
     times = {}
-    for decoder in model.decoders._kept.values():
-        for loop in decoder.memo.values():
-            replay = next(iter(loop._captured.values()), None)
-            if replay is None:
-                continue
+    for nodes, loop, replay in captured_steps(model):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(20):
             loop.pasts.fill_(CONTEXT_TOKENS)
-            loop.step_number.zero_()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            for _ in range(20):
-                loop.pasts.fill_(CONTEXT_TOKENS)
-                replay()
-            end.record()
-            torch.cuda.synchronize()
-            times[f"{decoder.nodes} nodes"] = start.elapsed_time(end) / 20
+            replay()
+        end.record()
+        torch.cuda.synchronize()
+        times[f"{nodes} nodes"] = start.elapsed_time(end) / 20
     return times
 
 
@@ -200,28 +216,22 @@ def time_steps(model: Any) -> dict[str, float]:
 def profile_steps(model: Any, kernels: int = 14) -> dict[str, Any]:
     """The kernels of one captured step by name, those that take longest: [name, launches, microseconds]."""
     found = {}
-    for decoder in model.decoders._kept.values():
-        for loop in decoder.memo.values():
-            replay = next(iter(loop._captured.values()), None)
-            if replay is None:
-                continue
-            loop.pasts.fill_(CONTEXT_TOKENS)
-            loop.step_number.zero_()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                for _ in range(4):
-                    loop.pasts.fill_(CONTEXT_TOKENS)
-                    replay()
-                torch.cuda.synchronize()
-            order = sorted((e for e in profile.events() if e.device_time), key=lambda e: e.time_range.start)
-            order = [[e.name[:60], round(e.device_time, 1)] for e in order[: len(order) // 4]]
-            rows = [(e.key, e.count, e.self_device_time_total) for e in profile.key_averages()]
-            rows.sort(key=lambda row: -row[2])
-            found[f"{decoder.nodes} nodes"] = {
-                "kernels": sum(row[1] for row in rows) / 4,
-                "busy_ms": sum(row[2] for row in rows) / 4e3,
-                "in_order": order[len(order) // 3 : len(order) // 3 + 16] + order[-50:],
-                "longest": [[name[:80], count / 4, round(time / 4, 1)] for name, count, time in rows[:kernels]],
-            }
+    for nodes, loop, replay in captured_steps(model):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(4):
+                loop.pasts.fill_(CONTEXT_TOKENS)
+                replay()
+            torch.cuda.synchronize()
+        order = sorted((e for e in profile.events() if e.device_time), key=lambda e: e.time_range.start)
+        order = [[e.name[:60], round(e.device_time, 1)] for e in order[: len(order) // 4]]
+        rows = [(e.key, e.count, e.self_device_time_total) for e in profile.key_averages()]
+        rows.sort(key=lambda row: -row[2])
+        found[f"{nodes} nodes"] = {
+            "kernels": sum(row[1] for row in rows) / 4,
+            "busy_ms": sum(row[2] for row in rows) / 4e3,
+            "in_order": order[len(order) // 3 : len(order) // 3 + 16] + order[-50:],
+            "longest": [[name[:80], count / 4, round(time / 4, 1)] for name, count, time in rows[:kernels]],
+        }
     return found
 
 
@@ -375,7 +385,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=["heads", "smollm2", "bloom", "qwen2"])
     parser.add_argument("--rows", type=int, default=256, help="held-out prompts to judge on")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens of each continuation of the part heads")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[16, 64], help="nodes of the trees of the part heads")
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", default=[16, 32, 64], help="nodes of the trees of the part heads"
+    )
+    parser.add_argument("--chosen", type=Path, help="output of a former run: its chosen trees, without the part heads")
     parser.add_argument("--no-stock", action="store_true", help="leave the stock tree of 64 nodes out: slow on a CPU")
     parser.add_argument("--device", default="cuda", help="cpu runs the part heads alone, in float32")
     parser.add_argument("--compile", action="store_true", help="kernels of few rows and fused runs")
@@ -418,6 +431,9 @@ def main(arguments: list[str] | None = None) -> int:
             )
             keep("heads", figures)
             trees = {f"best {n}": curve.tree(n) for n in options.sizes}
+        elif options.chosen:
+            chosen = json.loads(options.chosen.read_text(encoding="utf-8"))["heads"]["chosen"]
+            trees = {f"best {n}": read_tree(choices) for n, choices in chosen.items()}
         if "smollm2" in options.only:
             model.decoders.compiles = options.compile
             frame = build_chat_frame(reference.tokenizer, "Explain this in simple words: ")

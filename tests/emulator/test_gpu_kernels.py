@@ -61,6 +61,23 @@ def test_a_product_of_few_rows(rows: int, fan_in: int, fan_out: int, plan: Produ
 
 
 @pytest.mark.parametrize(
+    ("rows", "plan"),
+    [
+        (1, ProductPlan("row", 8, 64)),
+        (5, ProductPlan("rows", 32, 64)),
+        (40, ProductPlan("rows", 64, 64, 2, block_rows=16)),
+    ],
+)
+def test_two_products_of_the_same_rows_side_by_side(rows: int, plan: ProductPlan):
+    given, first, second = draw(rows, 130), draw(70, 130), draw(70, 130) + 1
+    product = multiply(given, first.T, None, plan, second.T)
+    product = product.sum(0) if plan.parts > 1 else product
+    expected = given.double() @ torch.cat([first, second]).double().T
+    assert product.shape == expected.shape
+    assert float((product.double() - expected).abs().max()) <= 2e-3 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(
     ("B", "H", "K", "N", "D", "end", "kind", "softcap"),
     [
         (2, 4, 2, 1, 64, 130, "seen", 0.0),

@@ -36,7 +36,9 @@ def expected(fitted, prompts):
 
 
 def test_greedy_is_the_continuation_without_a_cache(fitted, prompts, expected):
-    assert generate_greedy(fitted, prompts, NEW_TOKENS).tokens == expected
+    run = generate_greedy(fitted, prompts, NEW_TOKENS)
+    assert run.tokens == expected
+    assert 0 < run.context_seconds < run.seconds
 
 
 @pytest.mark.parametrize("error", [RuntimeError("differs"), EmulatorError("recording is not provided")])

@@ -68,8 +68,17 @@ def test_a_fused_generation_is_the_plain_one(family: str, device: str):
         assert fused.tokens == plain.tokens == generate_greedy(model, prompts, 40, end_ids).tokens
         assert fused.accepted_lengths == plain.accepted_lengths
         assert fused.ended_by == plain.ended_by
+        assert 0 < fused.context_seconds < fused.seconds
         for ours, theirs in zip(fused.origins, plain.origins, strict=True):
             assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in vars(ours))
+
+
+def test_one_token_is_one_context_phase(model: EmulatedModel, monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    prefill = EmulatedModel.prefill
+    monkeypatch.setattr(EmulatedModel, "prefill", lambda *given, **named: calls.append(1) or prefill(*given, **named))
+    assert generate_greedy(model, PROMPTS, 1).tokens == [row[:1] for row in generate_greedy(model, PROMPTS, 3).tokens]
+    assert len(calls) == 2
 
 
 def test_lengths_across_a_bucket_and_a_second_generation(model: EmulatedModel):

@@ -1,0 +1,142 @@
+"""Which kernel a product gets: pairs of the same rows in one launch, parts added up, what is cut paid for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from porting_kit.emulator import gpu_operations, program_passes
+from porting_kit.emulator.gpu_operations import LIBRARY, ProductPlan
+
+PLAN = ProductPlan("rows", 32, 64)
+SPLIT = ProductPlan("rows", 32, 64, parts=2)
+
+
+def multiply(rows, weight, bias, plan, second=None):
+    """What the kernels return, by PyTorch."""
+    product = rows @ (weight if second is None else torch.cat([weight, second], 1))
+    product = product if bias is None or plan.parts > 1 else product + bias
+    if plan.parts == 1:
+        return product
+    first = product.float() / 4
+    return torch.stack([first, product.float() - first])
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """The plans that were asked for: (rows, how many weights, is_taken_in), pairs as (rows, how many)."""
+    found: list[tuple] = []
+
+    def find_plan(rows, weights, bias, *, is_taken_in):
+        found.append((rows, len(weights), is_taken_in))
+        return SPLIT if is_taken_in else PLAN
+
+    def find_pair_plan(rows, pairs):
+        found.append((rows, len(pairs)))
+        return SPLIT
+
+    monkeypatch.setattr(gpu_operations, "has_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(gpu_operations, "multiply", multiply)
+    monkeypatch.setattr(gpu_operations, "find_plan", find_plan)
+    monkeypatch.setattr(gpu_operations, "find_pair_plan", find_pair_plan)
+    return found
+
+
+def place(function, rows: torch.Tensor) -> torch.fx.GraphModule:
+    module = make_fx(function)(rows)
+    program_passes.fold_constants(module)
+    program_passes.place_products(module)
+    program_passes.remove_dead(module)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def count_products(module: torch.fx.GraphModule) -> int:
+    return sum(node.target is multiply for node in module.graph.nodes)
+
+
+GATE, UP, DOWN = (torch.randn(n, m, generator=torch.Generator().manual_seed(n)) for n, m in ((24, 8), (25, 8), (8, 26)))
+
+
+def run_mlp(rows: torch.Tensor) -> torch.Tensor:
+    gate, up = rows @ GATE.T, rows @ UP[:24].T
+    return torch.nn.functional.silu(gate) * up @ DOWN[:, :24].contiguous().T
+
+
+def test_a_gate_and_what_it_gates_are_one_product(asked: list[tuple]):
+    rows = torch.randn(5, 8)
+    module = place(run_mlp, rows)
+    assert asked == [(5, 1), (5, 1, True)]
+    assert count_products(module) == 2
+    assert torch.allclose(module(rows), run_mlp(rows), atol=1e-4)
+
+
+def test_they_stay_two_where_that_is_faster(asked: list[tuple], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_operations, "find_pair_plan", lambda rows, pairs: None)
+    rows = torch.randn(5, 8)
+    module = place(run_mlp, rows)
+    assert asked == [(5, 2, True), (5, 1, True)]
+    assert count_products(module) == 3
+    assert torch.allclose(module(rows), run_mlp(rows), atol=1e-4)
+
+
+def test_an_odd_product_of_the_same_rows_stays_alone(asked: list[tuple]):
+    weights = torch.randn(3, 24, 8)
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        return rows @ weights[0].T + rows @ weights[1].T * (rows @ weights[2].T)
+
+    rows = torch.randn(5, 8)
+    module = place(run, rows)
+    assert asked == [(5, 1), (5, 1, True)]
+    assert torch.allclose(module(rows), run(rows), atol=1e-4)
+
+
+def test_other_rows_are_no_pair(asked: list[tuple]):
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        return (rows @ GATE.T) + (rows * 2) @ UP[:24].T
+
+    rows = torch.randn(5, 8)
+    module = place(run, rows)
+    assert asked == [(5, 2, True)]
+    assert torch.allclose(module(rows), run(rows), atol=1e-4)
+
+
+def test_a_product_that_is_cut_pays_for_adding_its_parts(asked: list[tuple]):
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        query, key, value = (rows @ GATE.T).view(1, 5, 24).split([8, 8, 8], -1)
+        return query + key * value
+
+    rows = torch.randn(5, 8)
+    module = place(run, rows)
+    assert asked == [(5, 1, False)]
+    assert torch.allclose(module(rows), run(rows), atol=1e-4)
+
+
+@pytest.mark.parametrize(("pair_ms", "expected"), [(1.9, PLAN), (2.0, None), (float("inf"), None)])
+def test_a_pair_must_be_faster_than_two(pair_ms: float, expected: ProductPlan | None, monkeypatch: pytest.MonkeyPatch):
+    times = {LIBRARY: 3.0, PLAN: 1.0}
+    monkeypatch.setattr(gpu_operations, "_plans", {})
+    monkeypatch.setattr(gpu_operations, "ROWS_PLANS", (PLAN, SPLIT))
+    monkeypatch.setattr(gpu_operations, "SMALL_PLANS", ())
+
+    def time_plan(rows, weights, bias, plan):
+        return (pair_ms if plan == PLAN else 9.0) if len(weights[0]) == 2 else times.get(plan, 5.0)
+
+    monkeypatch.setattr(gpu_operations, "time_plan", time_plan)
+    weights = torch.randn(2, 200, 16)
+    assert gpu_operations.find_pair_plan(4, [(weights[0], weights[1])]) == expected
+    assert gpu_operations.find_plan(4, list(weights), None) == PLAN
+
+
+def test_the_launch_that_adds_parts_up_is_counted(monkeypatch: pytest.MonkeyPatch):
+    times = {LIBRARY: 9.0, PLAN: 1.0, SPLIT: 1.0 - gpu_operations.LAUNCH_MS / 2}
+    monkeypatch.setattr(gpu_operations, "_plans", {})
+    monkeypatch.setattr(gpu_operations, "ROWS_PLANS", (PLAN, SPLIT))
+    monkeypatch.setattr(gpu_operations, "SMALL_PLANS", ())
+    monkeypatch.setattr(gpu_operations, "time_plan", lambda rows, weights, bias, plan: times[plan])
+    weight = torch.randn(200, 16)
+    assert gpu_operations.find_plan(4, [weight], None) == SPLIT
+    assert gpu_operations.find_plan(4, [weight], None, is_taken_in=False) == PLAN
