@@ -97,7 +97,7 @@ def convert_checkpoint(
         )
     base, source, heads = _open_inputs(base_folder, heads)
     dtype = dtype or choose_dtype(base)
-    require_release(base, release)
+    require_release(base, release, tp_size)
     options = {"dtype": dtype, "heads": heads, "release": release, "tp_size": tp_size, "pp_size": pp_size}
     plan, config, table = _plan_with_config(base, source, max_draft_len, options)
     if fit is not None:

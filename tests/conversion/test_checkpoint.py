@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from porting_kit.conversion import convert_checkpoint
 from porting_kit.conversion.checkpoint import RankFile, write_config
-from porting_kit.errors import CheckpointError
+from porting_kit.errors import BaseModelError, CheckpointError
 from tests.conversion.rule_models import raw_config, write_model
 
 PLANNED = {"a": ("float16", (2, 3)), "b": ("bfloat16", (4,)), "c": ("float32", (0, 5)), "d": ("float32", ())}
@@ -78,6 +78,16 @@ def test_a_second_conversion_replaces_the_first(tmp_path: Path) -> None:
     assert [path.name for path in outcome.files] == ["rank0.safetensors", "config.json"]
     times = [path.stat().st_mtime_ns for path in outcome.files]
     assert times == sorted(times)
+
+
+def test_a_release_that_cannot_run_the_ranks_is_told(tmp_path: Path) -> None:
+    """Phi's class takes several ranks from 0.13.0.dev2024081300 on; one rank it always took."""
+    write_model(tmp_path / "base", raw_config("phi"))
+    with pytest.raises(BaseModelError, match=r"cannot express this model: .*several ranks"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "out", tp_size=2, release="0.11.0.dev2024062500")
+    assert not (tmp_path / "out").exists()
+    for tp_size, release in ((1, "0.11.0.dev2024062500"), (2, "0.13.0")):
+        convert_checkpoint(tmp_path / "base", tmp_path / release, tp_size=tp_size, release=release)
 
 
 def test_the_receipt_is_plain_json(tmp_path: Path) -> None:
