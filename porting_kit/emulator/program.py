@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from porting_kit.emulator import gpu_operations, program_passes
+from porting_kit.emulator import gpu_operations, product_passes, program_passes
 from porting_kit.emulator.cache import KVCache
 from porting_kit.emulator.fused_chains import fuse_chains
 from porting_kit.emulator.replay import RecordedStep
@@ -123,12 +123,12 @@ def write_program(
     program_passes.fold_constants(module)
     program_passes.remove_dead(module)  # the heads at every node, which nothing reads, must not join the base's product
     program_passes.share_results(module)
-    program_passes.share_products(module)
+    product_passes.share_products(module)
     if inputs[0].device.type == "cpu":
-        program_passes.pack_weights(module)
+        product_passes.pack_weights(module)
     elif compiles:
-        program_passes.take_biases(module)
-        program_passes.place_products(module)
+        product_passes.take_biases(module)
+        product_passes.place_products(module)
         program_passes.place_searches(module)
     program_passes.take_plain_results(module)
     program_passes.remove_dead(module)

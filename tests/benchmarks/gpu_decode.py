@@ -29,7 +29,7 @@ import torch
 from porting_kit.alignment.reference import Reference, load_reference, reference_from_model
 from porting_kit.conversion.convert import checkpoint_tensors
 from porting_kit.conversion.heads import read_head_set
-from porting_kit.emulator import gpu_operations, open_emulator
+from porting_kit.emulator import gpu_products, open_emulator
 from porting_kit.medusa.decoding import generate_greedy, generate_medusa
 from porting_kit.medusa.head_ranks import measure_accuracy, measure_ranks, replay_tree
 from porting_kit.medusa.heads import load_heads
@@ -145,7 +145,7 @@ def measure_speed(
     device_ms = time_steps(model)
     if PROFILES:
         print(json.dumps(profile_steps(model), indent=1), file=sys.stderr, flush=True)
-        print(json.dumps([[*map(str, item)] for item in gpu_operations._plans.items()], indent=1), file=sys.stderr)
+        print(json.dumps([[*map(str, item)] for item in gpu_products._plans.items()], indent=1), file=sys.stderr)
     greedy_floor = 1e3 * read_bytes(tensors, heads=False) / bandwidth
     medusa_floor = 1e3 * read_bytes(tensors, heads=True) / bandwidth
     per_token = {name: ms / tokens_per_step.get(name, 1.0) for name, ms in step_ms.items()}

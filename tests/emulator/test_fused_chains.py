@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from porting_kit.emulator import fused_chains, program_passes
+from porting_kit.emulator import fused_chains, product_passes
 from porting_kit.emulator.program import write_program
 
 
@@ -125,7 +125,7 @@ def test_a_bias_joins_its_product():
         return (rows @ weight).view(1, 2, 6) + bias
 
     module = write_program(run, (torch.zeros(2, 4),))
-    program_passes.take_biases(module)
+    product_passes.take_biases(module)
     module.recompile()
     rows = torch.randn(2, 4)
     assert torch.allclose(module(rows), run(rows), atol=1e-6)

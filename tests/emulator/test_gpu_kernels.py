@@ -11,17 +11,16 @@ import os
 import pytest
 import torch
 
-from porting_kit.emulator import fused_chains, gpu_kernels, gpu_operations
+from porting_kit.emulator import fused_chains, gpu_kernels, gpu_operations, gpu_products
 from porting_kit.emulator.decoder import Decoder
 from porting_kit.emulator.gpu_operations import (
-    ProductPlan,
     attend_rows,
     can_search,
     find_largest,
     move_rows,
-    multiply,
     store_rows,
 )
+from porting_kit.emulator.gpu_products import ProductPlan, multiply
 from tests.medusa.test_fused_loop import TREE, build
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -142,9 +141,9 @@ def test_what_is_not_searched():
 @pytest.mark.skipif(DEVICE == "cpu", reason="measures on a GPU")
 def test_the_plan_is_measured_once_a_shape():
     weight = draw(256, 128).T
-    plan = gpu_operations.find_plan(1, [weight], None)
-    assert gpu_operations.find_plan(1, [weight], None) is plan
-    assert plan in (gpu_operations.LIBRARY, *gpu_operations.ROW_PLANS)
+    plan = gpu_products.find_plan(1, [weight], None)
+    assert gpu_products.find_plan(1, [weight], None) is plan
+    assert plan in (gpu_products.LIBRARY, *gpu_products.ROW_PLANS)
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])

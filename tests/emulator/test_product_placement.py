@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from porting_kit.emulator import gpu_operations, program_passes
-from porting_kit.emulator.gpu_operations import LIBRARY, ProductPlan
+from porting_kit.emulator import gpu_operations, gpu_products, product_passes, program_passes
+from porting_kit.emulator.gpu_products import LIBRARY, ProductPlan
 
 PLAN = ProductPlan("rows", 32, 64)
 SPLIT = ProductPlan("rows", 32, 64, parts=2)
@@ -37,16 +37,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         return SPLIT
 
     monkeypatch.setattr(gpu_operations, "has_kernels", lambda device, dtype: True)
-    monkeypatch.setattr(gpu_operations, "multiply", multiply)
-    monkeypatch.setattr(gpu_operations, "find_plan", find_plan)
-    monkeypatch.setattr(gpu_operations, "find_pair_plan", find_pair_plan)
+    monkeypatch.setattr(gpu_products, "multiply", multiply)
+    monkeypatch.setattr(gpu_products, "find_plan", find_plan)
+    monkeypatch.setattr(gpu_products, "find_pair_plan", find_pair_plan)
     return found
 
 
 def place(function, rows: torch.Tensor) -> torch.fx.GraphModule:
     module = make_fx(function)(rows)
     program_passes.fold_constants(module)
-    program_passes.place_products(module)
+    product_passes.place_products(module)
     program_passes.remove_dead(module)
     module.graph.lint()
     module.recompile()
@@ -74,7 +74,7 @@ def test_a_gate_and_what_it_gates_are_one_product(asked: list[tuple]):
 
 
 def test_they_stay_two_where_that_is_faster(asked: list[tuple], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_operations, "find_pair_plan", lambda rows, pairs: None)
+    monkeypatch.setattr(gpu_products, "find_pair_plan", lambda rows, pairs: None)
     rows = torch.randn(5, 8)
     module = place(run_mlp, rows)
     assert asked == [(5, 2, True), (5, 1, True)]
@@ -118,25 +118,25 @@ def test_a_product_that_is_cut_pays_for_adding_its_parts(asked: list[tuple]):
 @pytest.mark.parametrize(("pair_ms", "expected"), [(1.9, PLAN), (2.0, None), (float("inf"), None)])
 def test_a_pair_must_be_faster_than_two(pair_ms: float, expected: ProductPlan | None, monkeypatch: pytest.MonkeyPatch):
     times = {LIBRARY: 3.0, PLAN: 1.0}
-    monkeypatch.setattr(gpu_operations, "_plans", {})
-    monkeypatch.setattr(gpu_operations, "ROWS_PLANS", (PLAN, SPLIT))
-    monkeypatch.setattr(gpu_operations, "SMALL_PLANS", ())
+    monkeypatch.setattr(gpu_products, "_plans", {})
+    monkeypatch.setattr(gpu_products, "ROWS_PLANS", (PLAN, SPLIT))
+    monkeypatch.setattr(gpu_products, "SMALL_PLANS", ())
 
     def time_plan(rows, weights, bias, plan):
         return (pair_ms if plan == PLAN else 9.0) if len(weights[0]) == 2 else times.get(plan, 5.0)
 
-    monkeypatch.setattr(gpu_operations, "time_plan", time_plan)
+    monkeypatch.setattr(gpu_products, "time_plan", time_plan)
     weights = torch.randn(2, 200, 16)
-    assert gpu_operations.find_pair_plan(4, [(weights[0], weights[1])]) == expected
-    assert gpu_operations.find_plan(4, list(weights), None) == PLAN
+    assert gpu_products.find_pair_plan(4, [(weights[0], weights[1])]) == expected
+    assert gpu_products.find_plan(4, list(weights), None) == PLAN
 
 
 def test_the_launch_that_adds_parts_up_is_counted(monkeypatch: pytest.MonkeyPatch):
-    times = {LIBRARY: 9.0, PLAN: 1.0, SPLIT: 1.0 - gpu_operations.LAUNCH_MS / 2}
-    monkeypatch.setattr(gpu_operations, "_plans", {})
-    monkeypatch.setattr(gpu_operations, "ROWS_PLANS", (PLAN, SPLIT))
-    monkeypatch.setattr(gpu_operations, "SMALL_PLANS", ())
-    monkeypatch.setattr(gpu_operations, "time_plan", lambda rows, weights, bias, plan: times[plan])
+    times = {LIBRARY: 9.0, PLAN: 1.0, SPLIT: 1.0 - gpu_products.LAUNCH_MS / 2}
+    monkeypatch.setattr(gpu_products, "_plans", {})
+    monkeypatch.setattr(gpu_products, "ROWS_PLANS", (PLAN, SPLIT))
+    monkeypatch.setattr(gpu_products, "SMALL_PLANS", ())
+    monkeypatch.setattr(gpu_products, "time_plan", lambda rows, weights, bias, plan: times[plan])
     weight = torch.randn(200, 16)
-    assert gpu_operations.find_plan(4, [weight], None) == SPLIT
-    assert gpu_operations.find_plan(4, [weight], None, is_taken_in=False) == PLAN
+    assert gpu_products.find_plan(4, [weight], None) == SPLIT
+    assert gpu_products.find_plan(4, [weight], None, is_taken_in=False) == PLAN
