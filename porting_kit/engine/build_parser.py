@@ -14,7 +14,9 @@ from pathlib import Path
 from porting_kit.errors import SourceTreeError
 from porting_kit.source_tree import SourceTree
 
-SWITCH_ACTIONS = ("store_true", "store_false", "store_const")
+# One call, two switches: --name and --no-name (examples/utils.py of 1.0 or later: kv_cache_enable_block_reuse).
+ON_AND_OFF_ACTION = "BooleanOptionalAction"
+SWITCH_ACTIONS = ("store_true", "store_false", "store_const", ON_AND_OFF_ACTION)
 ON_OFF = ("enable", "disable")
 # How plugin/plugin.py names the types a plugin takes: to 0.11.0.dev2024052100, in 0.11.0.dev2024052800, and later.
 PLUGIN_CHOICES = ("plugin_options", "PLUGIN_DTYPE_OPTIONS", "DEFAULT_PLUGIN_DTYPE_OPTIONS")
@@ -123,6 +125,9 @@ def _read_call(call: ast.Call, file: Path) -> dict[str, BuildFlag]:
     names = [name.lstrip("-") for name in names if name.startswith("--")]
     keywords = {keyword.arg: keyword.value for keyword in call.keywords}
     action = _literal(keywords.get("action"))
+    dest = _literal(keywords.get("dest")) or (names[0] if names else "")
+    if keywords.get("action") is not None and ast.unparse(keywords["action"]).endswith(ON_AND_OFF_ACTION):
+        action, names = ON_AND_OFF_ACTION, [*names, *(f"no-{name}" for name in names)]
     value_type = keywords["type"].id if isinstance(keywords.get("type"), ast.Name) else None
     choices = _as_choices(_literal(keywords.get("choices"))) or COMPILED_TYPES.get(value_type)
     return {
@@ -132,7 +137,7 @@ def _read_call(call: ast.Call, file: Path) -> dict[str, BuildFlag]:
             choices,
             value_type,
             f"{file.parent.name}/{file.name} l.{call.lineno}",
-            dest=_literal(keywords.get("dest")) or names[0],
+            dest=dest,
             default=_default(keywords.get("default"), action),
             required=_literal(keywords.get("required")) is True,
             takes_many=_literal(keywords.get("nargs")) in ("+", "*"),

@@ -3,7 +3,7 @@
 A part of the capture script: `capture_kit` joins it with the others into one file for the build machine. tensorrt_llm
 is imported when an engine is opened. Sampling is greedy everywhere.
 
-- `ModelRunnerCpp` takes a tree from 0.11.0.dev2024051400 on, and still in 1.1.0rc6; before, Medusa runs in
+- `ModelRunnerCpp` takes a tree from 0.11.0.dev2024051400 on, and still in 1.2.0; before, Medusa runs in
   `ModelRunner` only;
 - `LLM` with MedusaDecodingConfig from 0.16.0.dev2024121000 on, under `tensorrt_llm._tensorrt_engine` from 1.0 on
   (runtime/model_runner.py, runtime/model_runner_cpp.py, llmapi/llm.py of those releases).

@@ -1,7 +1,8 @@
 """The exact command that runs an engine with upstream's `examples/run.py` and writes files `engine.captured` reads.
 
 Rules that changed under the user: 0.8 and 0.9 demand temperature 0 and the Python session; 0.10 demands temperature 1
-and still the Python session; from 0.11 on temperature 1 and either session (examples/run.py of each release).
+and still the Python session; from 0.11 on temperature 1 and either session (examples/run.py of each release). From 1.0
+on its own flag asks for generation logits, and a file name for them alone gets none.
 Prompts go in as token ids (a .csv file), so that no tokenizer setting can come between the two sides.
 """
 
@@ -98,6 +99,8 @@ def plan_inference(
         remarks.append(f"{release} has no --end_id: the tokenizer's end token must be {end_id}")
     if output_logits_npy is not None:
         flags.append(PlannedFlag("output_logits_npy", str(output_logits_npy), "the engine keeps generation logits"))
+        if "output_generation_logits" in known:
+            flags.append(PlannedFlag("output_generation_logits", None, "the executor keeps none unless it is asked to"))
     if not facts.complete:
         remarks.append(f"the flags of {facts.source} stand in for this release: check them against its source tree")
     for flag in flags:

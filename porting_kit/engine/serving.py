@@ -61,28 +61,33 @@ def write_llm_snippet(
     """A Python script that serves the engine through the LLM API; None for a release whose LLM takes no tree.
 
     MedusaDecodingConfig is there from 0.16.0.dev2024121000 on (llmapi/llm_utils.py); with `max_draft_len` from 0.17 on
-    (llmapi/llm_args.py); the engine's LLM stands in `tensorrt_llm._tensorrt_engine` from 1.0 on.
+    (llmapi/llm_args.py); the engine's LLM stands in `tensorrt_llm._tensorrt_engine` from 1.0 on (read in 1.0.0 and
+    1.2.0). The entry point is guarded as GenerationExecutor.create (executor.py 0.16.0.dev2024121000) asks for.
     """
     number = parse_release(release)
     if number < parse_release("0.16.0.dev2024121000"):
         return None
     place = "tensorrt_llm._tensorrt_engine" if number >= parse_release("1.0.0") else "tensorrt_llm"
-    limit = f"    max_draft_len={max_draft_len},\n" if number >= parse_release("0.17.0") else ""
+    limit = f"        max_draft_len={max_draft_len},\n" if number >= parse_release("0.17.0") else ""
     tree = "[" + ", ".join(str(list(path)) for path in choices) + "]"
     return (
         f"# for TensorRT-LLM {release}\n"
         f"from {place} import LLM\n"
-        "from tensorrt_llm.llmapi import MedusaDecodingConfig, SamplingParams\n\n"
-        "medusa = MedusaDecodingConfig(\n"
-        f"    num_medusa_heads={num_heads},\n{limit}"
-        f"    medusa_choices={tree},\n"
-        ")\n"
-        "# An engine folder brings no tokenizer: name the base's own folder.\n"
-        f'llm = LLM(model="{engine_dir}", tokenizer="{tokenizer_dir}", speculative_config=medusa)\n'
-        "# top_k 1 is greedy: Medusa verifies one greedy sequence.\n"
-        "params = SamplingParams(max_tokens=64, top_k=1)\n"
-        'for answer in llm.generate(["The sea"], params):\n'
-        "    print(answer.outputs[0].text)\n"
+        "from tensorrt_llm.llmapi import MedusaDecodingConfig, SamplingParams\n\n\n"
+        "def main():\n"
+        "    medusa = MedusaDecodingConfig(\n"
+        f"        num_medusa_heads={num_heads},\n{limit}"
+        f"        medusa_choices={tree},\n"
+        "    )\n"
+        "    # An engine folder brings no tokenizer: name the base's own folder.\n"
+        f'    llm = LLM(model="{engine_dir}", tokenizer="{tokenizer_dir}", speculative_config=medusa)\n'
+        "    # top_k 1 is greedy: Medusa verifies one greedy sequence.\n"
+        "    params = SamplingParams(max_tokens=64, top_k=1)\n"
+        '    for answer in llm.generate(["The sea"], params):\n'
+        "        print(answer.outputs[0].text)\n\n\n"
+        "# LLM starts worker processes, which import this file: without this line each would start its own.\n"
+        'if __name__ == "__main__":\n'
+        "    main()\n"
     )
 
 

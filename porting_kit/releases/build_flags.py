@@ -15,15 +15,16 @@ from porting_kit.releases.version import parse_release
 
 SWITCHES = frozenset(
     words(
-        "cuda_graph_mode debug_mode dry_run enable_chunked_context enable_context_fmha_fp32_acc enable_debug_output "
-        "fast_build gather_all_token_logits gather_context_logits gather_generation_logits hf_device_map_auto "
-        "kv_cache_enable_block_reuse monitor_memory no_add_special_tokens no_prompt_template "
-        "return_all_generated_tokens run_profiling streaming strip_plan strongly_typed use_py_session weight_sparsity "
-        "weight_streaming"
+        "cuda_graph_mode debug_mode dry_run eagle_use_dynamic_tree enable_chunked_context "
+        "enable_context_fmha_fp32_acc enable_debug_output fail_fast_on_attention_window_too_large fast_build "
+        "gather_all_token_logits gather_context_logits gather_generation_logits hf_device_map_auto "
+        "kv_cache_enable_block_reuse monitor_memory no-kv_cache_enable_block_reuse no_add_special_tokens "
+        "no_prompt_template output_generation_logits return_all_generated_tokens run_profiling streaming strip_plan "
+        "strongly_typed use_py_session weight_sparsity weight_streaming"
     )
 )
-"""Flags that take no value in any release from 0.8 to 0.16, nor in 0.20 and 1.1 (commands/build.py, examples/run.py,
-examples/utils.py of each)."""
+"""Flags that take no value in any release from 0.8 to 0.16, nor in 0.19 to 1.2 (commands/build.py, examples/run.py and
+examples/utils.py as far as `data/` says they were read)."""
 SWITCHES_OR_VALUES = frozenset(("multi_block_mode", "use_fused_mlp", "visualize_network"))
 """Switches in some releases, with a value in others."""
 

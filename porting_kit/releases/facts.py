@@ -116,7 +116,7 @@ class BuildFacts:
         medusa_switch: what turns the Medusa mode on: `config` (the checkpoint's own key), `max_draft_len` (that flag),
             or `speculative_decoding_mode` (that flag, from 0.10.0.dev2024050700 on).
         draft_limit_key: the checkpoint key that holds the number of draft tokens.
-        plugin_types: the values of a plugin flag such as --gemm_plugin.
+        plugin_types: the values of --gemm_plugin; no other plugin flag takes more.
         speculative_modes: the values of --speculative_decoding_mode.
         flags: flags every snapshot of the range knows.
         partial: flags only some know.

@@ -26,6 +26,7 @@ def parse_arguments():
     parser.add_argument("--logits", action="store_true", default=False)
     parser.add_argument("--texts", nargs="+")
     parser.add_argument("--cache", default=argparse.SUPPRESS)
+    parser.add_argument("--reuse", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args()
 
 def main(args):
@@ -63,6 +64,8 @@ def check(script, *words):
         ["--tokens", "8", "--temperature", "0.5"],
         ["--tokens", "8", "--texts", "one", "two", "--quiet"],
         ["--tokens", "8", "--logits"],
+        ["--tokens", "8", "--reuse", "--quiet"],
+        ["--tokens", "8", "--no-reuse", "--quiet"],
     ],
 )
 def test_a_right_command_passes(script, words):
@@ -80,6 +83,7 @@ def test_a_right_command_passes(script, words):
         (["--tokens", "many"], "takes a whole number"),
         (["--tokens", "8", "--temperature", "warm"], "takes a number"),
         (["--tokens", "8", "--quiet", "yes"], "is a switch"),
+        (["--tokens", "8", "--reuse", "yes"], "is a switch"),
         (["--tokens", "8", "--mode", "medusas"], "does not take this value"),
         (["8", "--tokens", "8"], "a value without a flag"),
         (["--tokens", "8", "--mode", "eagle", "--all_logits"], "no logits with drafts"),

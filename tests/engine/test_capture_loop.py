@@ -242,7 +242,9 @@ def test_a_refusal_of_the_kernels_comes_back_as_one(built, tmp_path, fault, run)
         ("0.11.0.dev2024062500", "ModelRunnerCpp"),
         ("0.16.0.dev2024121000", "ModelRunnerCpp"),
         ("0.20.0", "ModelRunnerCpp"),
+        ("1.0.0", "ModelRunnerCpp"),
         ("1.1.0rc6", "ModelRunnerCpp"),
+        ("1.2.0", "ModelRunnerCpp"),
     ],
 )
 def test_each_release_is_run_by_its_own_api(built, tmp_path, release, api):
@@ -250,7 +252,7 @@ def test_each_release_is_run_by_its_own_api(built, tmp_path, release, api):
     capture_by(built, tmp_path, release, api)
 
 
-@pytest.mark.parametrize("release", ["0.16.0.dev2024121000", "0.20.0", "1.1.0rc6"])
+@pytest.mark.parametrize("release", ["0.16.0.dev2024121000", "0.20.0", "1.0.0", "1.1.0rc6", "1.2.0"])
 def test_the_llm_api_runs_it_too(built, tmp_path, release):
     capture_by(built, tmp_path, release, "LLM", "--api", "LLM")
 
@@ -260,8 +262,10 @@ def test_the_llm_api_runs_it_too(built, tmp_path, release):
     [
         ("0.16.0.dev2024121000", ()),
         ("0.20.0", ()),
-        ("1.1.0rc6", ()),
+        ("1.0.0", ()),
         ("1.1.0rc6", ("--api", "LLM")),
+        ("1.2.0", ()),
+        ("1.2.0", ("--api", "LLM")),
     ],
 )
 def test_logits_are_kept_where_the_release_must_be_asked_for_them(built, tmp_path, release, options):

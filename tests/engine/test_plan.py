@@ -153,6 +153,15 @@ def test_releases_differ_in_session_temperature_and_end_id():
     assert any("end token must be 2" in remark for remark in old.remarks)
 
 
+@pytest.mark.parametrize("release", ["0.16.0", "1.0.0", "1.2.0"])
+def test_late_run_scripts_are_asked_for_logits_by_a_flag_of_their_own(release):
+    """Without it their executor is opened for none, and the file that is named stays unwritten."""
+    plan = inference(release, output_logits_npy=Path("logits.npy"))
+    assert plan.value("output_logits_npy") == "logits.npy"
+    assert ("--output_generation_logits" in plan.arguments) == (release != "0.16.0")
+    assert "--output_generation_logits" not in inference(release).arguments
+
+
 def test_the_tree_is_written_as_run_py_reads_it():
     import ast
 

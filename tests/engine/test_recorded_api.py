@@ -22,6 +22,15 @@ FIELDS = {
     "SamplingParams": "sampling_params.py",
 }
 
+# Releases without a tree, and where their signatures were read, once: no test can read them again. The documentation
+# of a release (gh-pages branch of NVIDIA/TensorRT-LLM) holds the sources of the modules it documents, in _modules/.
+READ_ONCE = {
+    "0.20.0": "a fork of 0.20.0 that merged 1.1.0rc6",
+    "1.0.0": "the documentation of 1.0.0 (090dc64986ba), made from ae8270b",
+    "1.1.0rc6": "a fork of 0.20.0 that merged 1.1.0rc6",
+    "1.2.0": "the documentation of 1.2.0 (7e873e54c296), made from dbdb13b",
+}
+
 # The script looks for these two itself: they are there from 0.20 on.
 GATHER, ASK = "gather_generation_logits", "output_generation_logits"
 
@@ -72,14 +81,17 @@ def test_the_calls_of_the_script_are_found():
     assert {"engine_dir", "rank", "max_batch_size", "max_input_len"} <= passed_keywords("open_runner_cpp")
 
 
-@pytest.mark.parametrize("release", ["0.20.0", "1.1.0rc6"])
+@pytest.mark.parametrize("release", READ_ONCE)
 def test_releases_without_a_tree_take_what_the_script_gives(release):
-    """Their signatures were read from a fork of 0.20.0 that merged 1.1.0rc6; no test can read them again."""
     recorded = {entry: set(names.split()) for entry, names in RECORDED[release].items()}
     assert passed_keywords("open_runner_cpp") | {"medusa_choices", GATHER} <= recorded["ModelRunnerCpp.from_dir"]
     taken = recorded["ModelRunnerCpp.generate"] | recorded["ModelRunnerCpp.sampling"]
     assert passed_keywords("open_runner") - {"sampling_config"} <= taken
+    assert ASK in recorded["ModelRunnerCpp.generate"] & recorded["ModelRunner.generate"]
+    assert passed_keywords("open_runner_python") | {"medusa_choices"} <= recorded["ModelRunner.from_dir"]
     assert {"max_draft_len", "medusa_choices", "num_medusa_heads"} <= recorded["MedusaDecodingConfig"]
+    assert {"max_tokens", "end_id", "pad_id", "top_k", "return_generation_logits"} <= recorded["SamplingParams"]
+    assert {"model", "skip_tokenizer_init", "**"} <= recorded["LLM.__init__"]
     assert {"inputs", "sampling_params"} <= recorded["LLM.generate"]
     assert {"inputs", "sampling_params", "streaming"} <= recorded["LLM.generate_async"]
 

@@ -1,6 +1,11 @@
 """Serving settings that go with an engine, and the contradictions found in files a user already has."""
 
 import ast
+import json
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from test_record import CHOICES, write_engine
@@ -169,14 +174,54 @@ def test_switches_and_values_in_their_places_pass():
     assert {gate.verdict for gate in gates} == {"pass"}
 
 
-@pytest.mark.parametrize("release", ["0.16.0.dev2024121000", "0.17.0", "1.2.1"])
+@pytest.mark.parametrize("release", ["0.16.0.dev2024121000", "0.17.0", "1.0.0", "1.2.1"])
 def test_the_llm_snippet_is_python_for_its_release(release):
     text = write_llm_snippet(release, CHOICES, num_heads=4, max_draft_len=63, engine_dir="engine")
     ast.parse(text)
-    assert ("_tensorrt_engine" in text) == (release == "1.2.1")
+    assert ("_tensorrt_engine" in text) == (release >= "1.0")
     assert ("max_draft_len" in text) == (not release.startswith("0.16"))
     assert "[[0], [0, 0], [1]]" in text
     assert 'tokenizer="tokenizer"' in text
+
+
+RECORDED = json.loads((Path(__file__).parent / "stand_in" / "recorded.json").read_text())
+
+
+def recorded_class(release, name, entry, opened):
+    """A class that takes the keywords recorded for a release, no others, and counts how often it is made."""
+    names = RECORDED[release][entry].split()
+
+    def make(self, **given):
+        strangers = set(given) - set(names)
+        if strangers and "**" not in names:
+            raise TypeError(f"{name} of {release} takes no {sorted(strangers)}")
+        opened.append(name)
+
+    def generate(self, inputs, sampling_params):
+        return [SimpleNamespace(outputs=[SimpleNamespace(text="and the sky")]) for _ in inputs]
+
+    return type(name, (), {"__init__": make, "generate": generate})
+
+
+@pytest.mark.parametrize("release", ["0.16.0.dev2024121000", "0.20.0", "1.0.0", "1.1.0rc6", "1.2.0"])
+def test_the_llm_snippet_runs_on_the_recorded_signatures_and_only_as_the_main_file(
+    release, tmp_path, monkeypatch, capsys
+):
+    """LLM starts worker processes, and each imports the main file under another name: it must open nothing there."""
+    opened = []
+    package, place, llmapi = (ModuleType(f"tensorrt_llm{tail}") for tail in ("", "._tensorrt_engine", ".llmapi"))
+    (place if release >= "1.0" else package).LLM = recorded_class(release, "LLM", "LLM.__init__", opened)
+    for name in ("MedusaDecodingConfig", "SamplingParams"):
+        setattr(llmapi, name, recorded_class(release, name, name, opened))
+    for module in (package, place, llmapi):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    file = tmp_path / "serve.py"
+    file.write_text(write_llm_snippet(release, CHOICES, num_heads=4, max_draft_len=63, engine_dir="engine"))
+    runpy.run_path(str(file), run_name="__mp_main__")
+    assert opened == []
+    runpy.run_path(str(file), run_name="__main__")
+    assert opened == ["MedusaDecodingConfig", "LLM", "SamplingParams"]
+    assert capsys.readouterr().out == "and the sky\n"
 
 
 def test_releases_whose_llm_takes_no_tree_have_no_snippet():

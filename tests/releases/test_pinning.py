@@ -66,6 +66,10 @@ def test_a_silent_fault_is_not_called_usable():
         ("multi_block_mode", "0.12.0", False),
         ("model_cls_file", "0.8.0", True),
         ("model_cls_file", "1.2.1", True),
+        ("dora_plugin", "0.19.0", True),
+        ("fuse_fp4_quant", "1.2.0", True),
+        ("cluster_key", "1.2.0rc0", True),
+        ("cluster_key", "1.2.0", False),
     ],
 )
 def test_flags_by_release(flag, release, known):
@@ -81,6 +85,14 @@ def test_a_flag_that_came_went_and_came_back():
     assert "return_all_generated_tokens" in known_run_flags("0.12.0.dev2024070200")
     assert "return_all_generated_tokens" not in known_run_flags("0.12.0.dev2024070900")
     assert "return_all_generated_tokens" in known_run_flags("0.12.0.dev2024071600")
+
+
+@pytest.mark.parametrize(
+    ("flag", "releases"),
+    [("prompt_lookup_config", {"0.19.0"}), ("ngram_config", {"1.0.0", "1.2.0"}), ("min_p", {"1.0.0", "1.2.0"})],
+)
+def test_run_flags_of_late_releases(flag, releases):
+    assert {release for release in ("0.19.0", "1.0.0", "1.2.0") if flag in known_run_flags(release)} == releases
 
 
 def test_an_unknown_flag_names_the_nearest_one():

@@ -1,6 +1,14 @@
 """TensorRT-LLM 1.2: releases from 1.2.0.dev0 up to, not including, 1.3.0.dev0."""
 
-from porting_kit.releases.facts import BuildFacts, CompiledKernels, KernelLimits, ReleaseFacts, RunFacts, words
+from porting_kit.releases.facts import (
+    BuildFacts,
+    CompiledKernels,
+    KernelLimits,
+    PartialFlag,
+    ReleaseFacts,
+    RunFacts,
+    words,
+)
 
 FACTS = ReleaseFacts(
     name="1.2",
@@ -25,47 +33,55 @@ FACTS = ReleaseFacts(
     build=BuildFacts(
         medusa_switch="speculative_decoding_mode",
         draft_limit_key="max_draft_len",
-        plugin_types=("auto", "float16", "float32", "bfloat16", "int32", "fp8", "disable"),
+        plugin_types=("auto", "float16", "float32", "bfloat16", "int32", "fp8", "nvfp4", "disable"),
         speculative_modes=("draft_tokens_external", "lookahead_decoding", "medusa", "explicit_draft_tokens", "eagle"),
         flags=words(
-            "bert_attention_plugin bert_context_fmha_fp32_acc build_config checkpoint_dir context_fmha dry_run "
-            "enable_debug_output fast_build fp8_rowwise_gemm_plugin gather_all_token_logits gather_context_logits "
-            "gather_generation_logits gemm_plugin gemm_swiglu_plugin gpt_attention_plugin input_timing_cache "
-            "kv_cache_type log_level logits_dtype lora_ckpt_source lora_dir lora_plugin lora_target_modules "
-            "low_latency_gemm_plugin low_latency_gemm_swiglu_plugin mamba_conv1d_plugin max_batch_size "
-            "max_beam_width max_decoder_seq_len max_draft_len max_encoder_input_len max_input_len max_lora_rank "
-            "max_multimodal_len max_num_tokens max_prompt_embedding_table_size max_seq_len model_cls_file "
-            "model_cls_name model_config moe_plugin monitor_memory multiple_profiles nccl_plugin opt_num_tokens "
-            "output_dir output_timing_cache paged_kv_cache paged_state pp_reduce_scatter profiling_verbosity "
-            "reduce_fusion remove_input_padding speculative_decoding_mode streamingllm strip_plan "
-            "tokens_per_block use_fp8_context_fmha use_fused_mlp use_paged_context_fmha user_buffer "
-            "visualize_network weight_sparsity weight_streaming workers"
+            "bert_attention_plugin bert_context_fmha_fp32_acc build_config checkpoint_dir context_fmha dora_plugin "
+            "dry_run enable_debug_output fast_build fp8_rowwise_gemm_plugin fuse_fp4_quant gather_all_token_logits "
+            "gather_context_logits gather_generation_logits gemm_allreduce_plugin gemm_plugin gemm_swiglu_plugin "
+            "gpt_attention_plugin input_timing_cache kv_cache_type log_level logits_dtype lora_ckpt_source lora_dir "
+            "lora_plugin lora_target_modules low_latency_gemm_plugin low_latency_gemm_swiglu_plugin "
+            "mamba_conv1d_plugin max_batch_size max_beam_width max_decoder_seq_len max_draft_len "
+            "max_encoder_input_len max_input_len max_lora_rank max_multimodal_len max_num_tokens "
+            "max_prompt_embedding_table_size max_seq_len model_cls_file model_cls_name model_config moe_plugin "
+            "monitor_memory multiple_profiles nccl_plugin norm_quant_fusion opt_num_tokens output_dir "
+            "output_timing_cache paged_kv_cache paged_state pp_reduce_scatter profiling_verbosity reduce_fusion "
+            "remove_input_padding speculative_decoding_mode streamingllm strip_plan tokens_per_block "
+            "use_fp8_context_fmha use_fused_mlp use_paged_context_fmha user_buffer visualize_network weight_sparsity "
+            "weight_streaming workers"
         ),
-        complete=False,
+        partial=(
+            PartialFlag("auto_parallel", before="1.2.0"),
+            PartialFlag("cluster_key", before="1.2.0"),
+            PartialFlag("gpus_per_node", before="1.2.0"),
+        ),
         source=(
-            "commands/build.py and plugin/plugin.py, one stored later version; trtllm-build page of the documentation"
+            "what trtllm-build prints as its usage, in the documentation of 1.2.0 (whole), 1.2.0rc0, 1.2.1 (in part), "
+            "and plugin/plugin.py of 1.2.0. The flags of automatic parallelism went between 1.2.0rc0 and 1.2.0"
         ),
     ),
     run=RunFacts(
         needs_py_session=False,
         temperature="1.0",
         flags=words(
-            "bad_words beam_search_diversity_rate cross_kv_cache_fraction cuda_graph_mode data_type debug_mode "
-            "draft_engine_dir draft_target_model_config eagle_choices eagle_posterior_threshold early_stopping "
-            "enable_chunked_context enable_context_fmha_fp32_acc end_id engine_dir frequency_penalty "
-            "gpu_weights_percent hf_data_type hf_device_map_auto hf_model_dir input_file input_text "
-            "input_token_extra_ids input_token_extra_ids_file kv_cache_enable_block_reuse "
-            "kv_cache_free_gpu_memory_fraction length_penalty log_level lookahead_config lora_ckpt_source "
-            "lora_dir lora_task_uids max_attention_window_size max_input_length max_output_len "
-            "max_tokens_in_paged_kv_cache medusa_choices model_dir multi_block_mode multimodal_input_file "
+            "backend bad_words beam_search_diversity_rate beam_width_array cross_kv_cache_fraction cuda_graph_mode "
+            "data_type debug_mode draft_engine_dir draft_target_model_config eagle_choices "
+            "eagle_dynamic_tree_max_top_k eagle_posterior_threshold eagle_use_dynamic_tree early_stopping "
+            "enable_chunked_context enable_context_fmha_fp32_acc end_id engine_dir "
+            "fail_fast_on_attention_window_too_large frequency_penalty gpu_weights_percent hf_data_type "
+            "hf_device_map_auto hf_model_dir input_file input_text input_token_extra_ids input_token_extra_ids_file "
+            "kv_cache_enable_block_reuse kv_cache_free_gpu_memory_fraction language_task_uids length_penalty "
+            "log_level lookahead_config lora_ckpt_source lora_dir lora_task_uids max_attention_window_size "
+            "max_input_length max_output_len max_tokens_in_paged_kv_cache medusa_choices min_p model_dir "
+            "multi_block_mode multimodal_input_file ngram_config no-kv_cache_enable_block_reuse "
             "no_add_special_tokens no_prompt_template no_repeat_ngram_size num_beams num_prepend_vtokens "
-            "num_return_sequences output_csv output_cum_log_probs_npy output_log_probs_npy output_logits_npy "
-            "output_npy presence_penalty prompt_lookup_config prompt_table_path prompt_tasks random_seed "
+            "num_return_sequences output_csv output_cum_log_probs_npy output_generation_logits output_log_probs_npy "
+            "output_logits_npy output_npy presence_penalty prompt_table_path prompt_tasks random_seed "
             "repetition_penalty return_all_generated_tokens run_profiling sink_token_length stop_words streaming "
             "streaming_interval temperature tokenizer_dir tokenizer_type top_k top_p use_py_session vocab_file"
         ),
         complete=False,
-        source="examples/run.py and examples/utils.py, 0.16.0.dev2024121000",
+        source="examples/run.py and examples/utils.py, one stored version of 1.0 or later",
     ),
     position_kinds=(
         "learned_absolute",
