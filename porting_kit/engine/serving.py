@@ -14,7 +14,13 @@ from collections.abc import Mapping, Sequence
 from porting_kit.engine.argument_check import RENAMED
 from porting_kit.engine.engine_config import EngineConfig
 from porting_kit.engine.server_files import FoundCommand, find_placeholders
-from porting_kit.releases.build_flags import SWITCHES, SWITCHES_OR_VALUES, known_build_flags, known_run_flags
+from porting_kit.releases.build_flags import (
+    SWITCHES,
+    SWITCHES_OR_VALUES,
+    known_build_choices,
+    known_build_flags,
+    known_run_flags,
+)
 from porting_kit.releases.facts import find_release_facts
 from porting_kit.releases.kernels import GateResult
 from porting_kit.releases.version import parse_release
@@ -203,18 +209,27 @@ def check_commands(commands: Sequence[FoundCommand], release: str) -> tuple[Gate
                 RUN_SOURCE,
             )
         )
-        gates.append(_values_gate(given, known, where))
+        choices = known_build_choices(release) if command.program == "trtllm-build" else {}
+        gates.append(_values_gate(given, known, choices, where))
         if command.program == "run.py" and "medusa_choices" in given:
             gates += _run_gates({name: " ".join(values) for name, values in given.items()}, release, where)
     return tuple(gates)
 
 
-def _values_gate(given: Mapping[str, Sequence[str]], known: frozenset[str], where: str) -> GateResult:
-    """Every flag that takes a value has one, and no switch has any."""
+def _values_gate(
+    given: Mapping[str, Sequence[str]], known: frozenset[str], choices: Mapping[str, Sequence[str]], where: str
+) -> GateResult:
+    """Every flag that takes a value has one, of its choices where it has any, and no switch has any."""
     lacking = [name for name, values in given.items() if not values and name not in SWITCHES | SWITCHES_OR_VALUES]
     surplus = [name for name, values in given.items() if values and name in SWITCHES]
     wrong = [f"--{name} lacks its value" for name in lacking if name in known]
     wrong += [f"--{name} takes no value" for name in surplus if name in known]
+    wrong += [
+        f"--{name} takes {', '.join(choices[name])}, not {value}"
+        for name, values in given.items()
+        for value in values
+        if name in known and name in choices and value not in choices[name] and not value.startswith("$")
+    ]
     return _gate(
         f"values of {where}",
         ", ".join(wrong) or f"{len(given)} flags",

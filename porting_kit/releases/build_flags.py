@@ -38,6 +38,12 @@ def known_build_flags(release: str) -> frozenset[str]:
     return _known(find_release_facts(release).build, release)
 
 
+def known_build_choices(release: str) -> dict[str, tuple[str, ...]]:
+    """The values that the release's trtllm-build takes for flags that matter here. Raises PortFileError."""
+    facts = find_release_facts(release).build
+    return {"gemm_plugin": facts.plugin_types, "speculative_decoding_mode": facts.speculative_modes}
+
+
 def known_run_flags(release: str) -> frozenset[str]:
     """Names, without dashes, of the flags the release's examples/run.py takes. Raises PortFileError."""
     return _known(find_release_facts(release).run, release)

@@ -168,6 +168,25 @@ def test_a_flag_without_its_value_is_flagged(command, said):
     assert (gate.verdict, gate.value) == ("refused", said)
 
 
+@pytest.mark.parametrize(
+    ("release", "words", "said"),
+    [
+        ("0.13.0", "--speculative_decoding_mode medus", "medusa, explicit_draft_tokens, not medus"),
+        ("0.13.0", "--speculative_decoding_mode eagle", "explicit_draft_tokens, not eagle"),
+        ("0.17.0", "--speculative_decoding_mode eagle", None),
+        ("0.11.0", "--gemm_plugin=nvfp4", "disable, not nvfp4"),
+        ("1.2.0", "--gemm_plugin=nvfp4", None),
+    ],
+)
+def test_a_value_that_the_release_does_not_take_is_flagged(release, words, said):
+    found = {
+        g.name: g for g in check_commands(list(find_commands(f"trtllm-build --output_dir engine {words}")), release)
+    }
+    (gate,) = [gate for name, gate in found.items() if name.startswith("values of")]
+    assert gate.verdict == ("pass" if said is None else "refused")
+    assert said is None or gate.value.endswith(said)
+
+
 def test_switches_and_values_in_their_places_pass():
     command = "trtllm-build --output_dir=engine --strip_plan --max_batch_size $BATCH --use_fused_mlp --gemm_plugin auto"
     gates = check_commands(list(find_commands(command)), "0.13.0")
