@@ -6,6 +6,8 @@ dropped (the source states something the checkpoint has no field for). Nothing i
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +93,13 @@ def build_config(
         rows += list_head_rows(heads, max_draft_len, release)
     rows += [FieldRow(None, base.raw[key], key, "dropped", _why_dropped(key)) for key in base.unread_keys]
     rows += _unwritten_rows(base)
-    return _nest(rows), tuple(rows)
+    return set_fields({}, rows), tuple(rows)
+
+
+def find_changed_fields(config: Mapping[str, Any], rows: Sequence[FieldRow]) -> list[tuple[FieldRow, Any]]:
+    """The rows whose value is not the one in a config.json, with what is there; None where there is nothing."""
+    found = [(row, lookup(config, row.target)) for row in rows if row.target is not None]
+    return [(row, value) for row, value in found if value != json.loads(json.dumps(row.value))]
 
 
 def list_head_rows(heads: HeadSet, max_draft_len: int | None, release: str | None) -> list[FieldRow]:
@@ -109,9 +117,8 @@ def list_head_rows(heads: HeadSet, max_draft_len: int | None, release: str | Non
     ]
 
 
-def _nest(rows: list[FieldRow]) -> dict[str, Any]:
-    """The config, dotted targets as mappings."""
-    config: dict[str, Any] = {}
+def set_fields(config: dict[str, Any], rows: Sequence[FieldRow]) -> dict[str, Any]:
+    """Write rows into a config, dotted targets as mappings; returns it."""
     for row in rows:
         if row.target is not None:
             *path, last = row.target.split(".")

@@ -44,6 +44,18 @@ class Cutting:
             part.shape == held.shape and torch.equal(part, held) for part, held in zip(parts, self.found, strict=True)
         )
 
+    def describe_first(self) -> str:
+        """Rank, place and both values of the first difference."""
+        for piece, want, held in zip(self.planned.pieces, self.expected, self.found, strict=True):
+            unlike = want != held
+            if bool(unlike.any()):
+                index = tuple(int(i) for i in unlike.nonzero()[0])
+                return (
+                    f"{self.planned.target}, rank {piece.rank}: {int(unlike.sum())} of {want.numel()} values differ, "
+                    f"the first at {list(index)} ({float(held[index]):g} instead of {float(want[index]):g})"
+                )
+        return f"{self.planned.target}: the values are equal, their bits are not"
+
 
 @dataclass(frozen=True)
 class ShardFault:
@@ -208,13 +220,13 @@ def explain_failures(
     for planned in plan.tensors:
         if planned.target not in failed:
             continue
-        cutting = _read_cutting(plan, planned, source, heads, readers)
+        cutting = read_cutting(plan, planned, source, heads, readers)
         mistake = next((one for one in MISTAKES if cutting.ranks > 1 and cutting.equals(one.cut(cutting))), None)
         if mistake is None:
-            rest.append((planned.target, _describe_first(cutting)))
+            rest.append((planned.target, cutting.describe_first()))
         else:
             explained.setdefault(mistake, []).append(planned.target)
-            evidence.setdefault(mistake, _describe_first(cutting))
+            evidence.setdefault(mistake, cutting.describe_first())
     faults = [
         ShardFault(mistake.name, mistake.what, mistake.fix, tuple(targets), evidence[mistake])
         for mistake, targets in explained.items()
@@ -227,29 +239,17 @@ def explain_failures(
     return tuple(faults)
 
 
-def _read_cutting(
+def read_cutting(
     plan: ConversionPlan,
     planned: PlannedTensor,
     source: TensorSource,
     heads: HeadSet | None,
     readers: Sequence[ReadTensor],
 ) -> Cutting:
+    """One target as it should be cut and as the rank files hold it; arguments as for `prove_targets`."""
     values = [read_source(planned, name, source, heads) for name in planned.sources]
     dims = plan.dims_of(planned)
     whole = build_target(planned, values, dims, plan_scalars(plan))
     expected = tuple(cut_piece(whole, planned, piece) for piece in planned.pieces)
     found = tuple(readers[piece.rank](piece.name) for piece in planned.pieces)
     return Cutting(planned, whole, expected, found, dims)
-
-
-def _describe_first(cutting: Cutting) -> str:
-    """Rank, place and both values of the first difference."""
-    for piece, want, held in zip(cutting.planned.pieces, cutting.expected, cutting.found, strict=True):
-        unlike = want != held
-        if bool(unlike.any()):
-            index = tuple(int(i) for i in unlike.nonzero()[0])
-            return (
-                f"{cutting.planned.target}, rank {piece.rank}: {int(unlike.sum())} of {want.numel()} values differ, "
-                f"the first at {list(index)} ({float(held[index]):g} instead of {float(want[index]):g})"
-            )
-    return f"{cutting.planned.target}: the values are equal, their bits are not"

@@ -11,6 +11,7 @@ from typing import Any
 
 from porting_kit.alignment.result import AlignmentResult
 from porting_kit.diagnosis.catalogue import CATALOGUE
+from porting_kit.diagnosis.changes import Change, as_cause, describe_changes
 from porting_kit.diagnosis.decision import decide_ties
 from porting_kit.diagnosis.evidence import collect_evidence
 from porting_kit.diagnosis.fault import Fault
@@ -44,6 +45,8 @@ class Diagnosis:
         decided_by: the one further file that would tell ties apart; None without ties.
         own_model: what is wrong although the healthy port explains everything; None when nothing is.
         rounding: the coarser arithmetic that explains what no fault does; None when none does.
+        changes: what the port's own checkpoint holds that the rules do not make of its base: the cause, where there is
+            any; `causes` are then the known faults that change just this.
         passes: context passes and replays that it took.
     """
 
@@ -57,6 +60,7 @@ class Diagnosis:
     decided_by: str | None = None
     own_model: str | None = None
     rounding: CoarserArithmetic | None = None
+    changes: tuple[Change, ...] = ()
     passes: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -68,16 +72,18 @@ class Diagnosis:
     def is_healthy(self) -> bool:
         """Nothing is wrong with the run: it is the port's own, but for rounding that TensorRT itself chooses."""
         benign = self.rounding is not None and self.rounding.is_benign
-        return self.own_model is None and (self.to_explain == 0 or benign)
+        return self.own_model is None and not self.changes and (self.to_explain == 0 or benign)
 
     @property
     def is_sure(self) -> bool:
         """More than chance speaks for the cause; a few near-ties are explained by many faults."""
-        return bool(self.causes) and is_supported(self.hypotheses[0])
+        return bool(self.changes) or (bool(self.causes) and is_supported(self.hypotheses[0]))
 
     @property
     def verdict(self) -> str:
         """One sentence: the cause, a tie, none of these, or nothing wrong."""
+        if self.changes:
+            return describe_changes(self.changes, self.causes)
         if self.own_model is not None:
             return self.own_model
         if self.to_explain == 0:
@@ -129,6 +135,7 @@ class Diagnosis:
                 for hypothesis in self.hypotheses
             ],
             "skipped": dict(self.skipped),
+            **(as_cause(self.changes, self.causes) | {"evidence": list(self.evidence)} if self.changes else {}),
         }
 
 

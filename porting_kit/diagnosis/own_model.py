@@ -115,11 +115,11 @@ def find_correction(
         inverse = INVERSES.get(fault.name)
         if inverse is not None and fault.applies(state) is None:
             candidates.append((fault, find_fault(inverse).apply(state), f"undoing {fault.name}"))
-    before = _context_error(state, base_logits, texts)
+    before = measure_context_error(state, base_logits, texts)
     found = []
     for fault, corrected, detail in candidates:
         try:
-            error = _context_error(corrected, base_logits, texts)
+            error = measure_context_error(corrected, base_logits, texts)
         except (PortingKitError, RuntimeError, ValueError):
             continue
         found.append(Correction(fault, error, before, detail))
@@ -127,6 +127,9 @@ def find_correction(
     return best if best is not None and best.error <= bound < before else None
 
 
-def _context_error(state: PortState, base_logits: Sequence[torch.Tensor], texts: Sequence[Sequence[int]]) -> float:
+def measure_context_error(
+    state: PortState, base_logits: Sequence[torch.Tensor], texts: Sequence[Sequence[int]]
+) -> float:
+    """Worst relative logit error of the port's context phase against the base's; arguments as for `find_correction`."""
     ours = ContextOracle(state.build()).logits(texts)
     return max(relative_error(mine.cpu(), theirs.cpu()) for mine, theirs in zip(ours, base_logits, strict=True))

@@ -138,6 +138,10 @@ def _judge(alignment: Any, session: AlignmentSession) -> StepOutcome:
     cause = alignment.cause or {}
     figures["next_step"] = cause.get("fix")
     summary = alignment.summary
+    changed = [change.describe() for change in session.checkpoint_check.fields]
+    figures["changed_fields"] = changed
+    if alignment.verdict is Verdict.PASS and changed:
+        summary = f"{summary}; not what the rules write, without effect here: {'; '.join(changed)}"
     if cause.get("name"):
         summary = f"{summary.rstrip('.')}. Cause: {cause['name']}."
     return StepOutcome(
@@ -184,6 +188,7 @@ def format_alignment(result: AlignResult) -> str:
     if cause:
         lines.append(f"cause: {cause.get('name') or cause.get('verdict') or 'none of the known faults'}")
         lines += [f"fix: {cause['fix']}"] if cause.get("fix") else []
+        lines += [f"evidence: {sentence}" for sentence in cause.get("evidence", ())] if cause.get("changes") else []
     covered = ", ".join(item.value for item in result.outcome.covered) or "nothing"
     rest = ", ".join(result.outcome.as_dict()["not_covered"])
     lines.append(f"covered: {covered}; not covered: {rest}")

@@ -32,7 +32,8 @@ from porting_kit.conversion.plan import plan_conversion
 from porting_kit.conversion.planned import ConversionPlan, plan_scalars
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
 from porting_kit.diagnosis import Diagnosis, Observation, PortState, name_cause, read_port_state
-from porting_kit.diagnosis.own_model import find_correction
+from porting_kit.diagnosis.changes import find_known_faults
+from porting_kit.diagnosis.own_model import find_correction, measure_context_error
 from porting_kit.emulator import EmulatedModel, open_emulator
 from porting_kit.emulator.xqa import open_xqa_kernel
 from porting_kit.engine.captured import (
@@ -49,6 +50,7 @@ from porting_kit.releases.kernels import KernelProfile, kernel_profile
 from porting_kit.releases.shape import AttentionShape, attention_shape
 from porting_kit.source_tree import SourceTree
 from porting_kit.steps.captured_alignment import align_capture
+from porting_kit.steps.checkpoint_check import CheckpointCheck, naming_changed_fields
 from porting_kit.steps.context import PortRun
 from porting_kit.steps.convert import TREE_FILE
 from porting_kit.steps.preflight import (
@@ -168,9 +170,15 @@ class AlignmentSession:
         """The port in the emulator: the checkpoint under the patched class, with the port's kernel profile."""
         module_file, class_name = self.module
         emulator = open_emulator(self.source_tree, kernel=self.kernel)
-        return emulator.load_checkpoint(
-            self.run.folder.checkpoint, module_file=module_file, class_name=class_name, rank=current_rank()
-        )
+        with naming_changed_fields(self.checkpoint_check):
+            return emulator.load_checkpoint(
+                self.run.folder.checkpoint, module_file=module_file, class_name=class_name, rank=current_rank()
+            )
+
+    @cached_property
+    def checkpoint_check(self) -> CheckpointCheck:
+        """The checkpoint against what the rules make of the base."""
+        return CheckpointCheck(self.run)
 
     @cached_property
     def port_state(self) -> PortState:
@@ -305,20 +313,46 @@ class AlignmentSession:
             result: the alignment of what was observed.
             observation: the same with more than the alignment holds, None when it holds everything.
         """
-        diagnosis = name_cause(self.port_state, observation or result, result=result)
-        return diagnosis if diagnosis.own_model is None else self._explain_own_model(diagnosis, result)
+        with naming_changed_fields(self.checkpoint_check):
+            diagnosis = name_cause(self.port_state, observation or result, result=result)
+        if diagnosis.own_model is None and diagnosis.to_explain == 0:
+            return diagnosis
+        if diagnosis.own_model is None and diagnosis.is_sure:
+            found = tuple(change.describe() for change in self.checkpoint_check.fields)
+            return replace(diagnosis, evidence=(*diagnosis.evidence, *found))
+        return self._explain_port(diagnosis, result)
 
-    def _explain_own_model(self, diagnosis: Diagnosis, result: AlignmentResult) -> Diagnosis:
-        """The same with the change that would make the port its base again, where one is known."""
+    def _explain_port(self, diagnosis: Diagnosis, result: AlignmentResult) -> Diagnosis:
+        """The same with what is wrong with the port itself: its checkpoint, then a change that makes it its base."""
+        check, state = self.checkpoint_check, self.port_state
+        changes = (*check.fields, *check.tensors)
+        if changes:
+            held = replace(state, tensors=check.held)
+            known = find_known_faults(replace(held, config=check.right_config, tensors=check.right), held)
+            said = [change.describe() for change in changes]
+            seen = [diagnosis.own_model] if diagnosis.own_model is not None else []
+            evidence = (*said, *seen, *diagnosis.evidence)
+            diagnosis = replace(diagnosis, changes=changes, causes=known, ties=(), evidence=evidence)
+            state = replace(state, config=check.right_config, tensors={**state.tensors, **check.right})
+        return diagnosis if diagnosis.own_model is None else self._explain_own_model(diagnosis, result, state)
+
+    def _explain_own_model(self, diagnosis: Diagnosis, result: AlignmentResult, state: PortState) -> Diagnosis:
+        """The same with what makes the port its base: its checkpoint set right, or one further change that is known."""
         texts = [[*prompt, *text.tokens] for prompt, text in zip(result.prompts, result.texts, strict=True)]
         with self._matched(result):
             base_logits = self.reference.logits(texts)
         bound = ERROR_FACTOR * result.noise.relative_error
-        found = find_correction(self.port_state, base_logits, texts, bound, self.base.sliding_window)
+        if diagnosis.changes:
+            left = measure_context_error(state, base_logits, texts)
+            sentence = f"with the checkpoint set right the port's logits are within {left:.1e} of the base's"
+            diagnosis = replace(diagnosis, evidence=(*diagnosis.evidence, sentence))
+            if left <= bound:
+                return diagnosis
+        found = find_correction(state, base_logits, texts, bound, self.base.sliding_window)
         if found is None:
             return diagnosis
         evidence = (*diagnosis.evidence, found.describe())
-        return replace(diagnosis, causes=(found.fault,), evidence=evidence)
+        return replace(diagnosis, causes=(*diagnosis.causes, found.fault), evidence=evidence)
 
     def compare_layers(self, result: AlignmentResult) -> Any:
         """Layer by layer on the longest prompt; None for an engine's captured tokens, which have no layers."""

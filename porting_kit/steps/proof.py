@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from porting_kit.conversion.config_fields import FieldRow, find_changed_fields
 from porting_kit.conversion.output_folder import CONFIG, RECEIPT
 from porting_kit.conversion.proof import Failure, Proof, open_ranks, prove_fitted, prove_targets
 from porting_kit.conversion.shard_faults import ShardFault, explain_failures
@@ -96,26 +97,24 @@ def _prove(run: PortRun, inputs: ConversionInputs, workers: int) -> tuple[Proof,
 
 def _find_changed_fields(run: PortRun) -> list[Failure]:
     """Fields of config.json that are not what the conversion wrote: the library reads them without a question."""
-    config, failures = read_checkpoint_document(run), []
-    for row in _read_receipt(run)["fields"]:
-        target, value = row["target"], row["value"]
-        if target and target != "mapping" and config.get(target) != value:
-            said = f"{target} is {config.get(target)!r}, the conversion wrote {value!r}"
-            failures.append(Failure(f"{CONFIG}: {target}", (), said))
-    return failures
+    rows = [FieldRow(**row) for row in read_receipt(run)["fields"] if row["target"] != "mapping"]
+    return [
+        Failure(f"{CONFIG}: {row.target}", (), f"{row.target} is {found!r}, the conversion wrote {row.value!r}")
+        for row, found in find_changed_fields(read_checkpoint_document(run), rows)
+    ]
 
 
 def _find_changed_files(run: PortRun, digests: SourceDigests) -> tuple[str, ...]:
     """Source files whose SHA-256 is not that of the receipt."""
-    stated = {file["path"]: file["sha256"] for file in _read_receipt(run)["files"]}
+    stated = {file["path"]: file["sha256"] for file in read_receipt(run)["files"]}
     return tuple(file.path for file in digests.collect() if stated.get(file.path, file.sha256) != file.sha256)
 
 
-def _read_receipt(run: PortRun) -> dict[str, Any]:
+def read_receipt(run: PortRun) -> dict[str, Any]:
     """The conversion's receipt. Raises CheckpointError when it cannot be read."""
     try:
         receipt = read_json(run.folder.checkpoint / RECEIPT)
-        _ = [file["path"] + file["sha256"] for file in receipt["files"]], [row["value"] for row in receipt["fields"]]
+        _ = [file["path"] + file["sha256"] for file in receipt["files"]], [FieldRow(**row) for row in receipt["fields"]]
         return receipt
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise CheckpointError(

@@ -24,6 +24,7 @@ from porting_kit.conversion import checkpoint_tensors
 from porting_kit.conversion.proof import open_ranks, prove_targets
 from porting_kit.conversion.shard_faults import explain_failures
 from porting_kit.diagnosis import PortState, name_cause
+from porting_kit.diagnosis.changes import as_cause
 from porting_kit.diagnosis.port_state import describe_port
 from porting_kit.emulator.collectives import connect_ranks
 from porting_kit.errors import EmulatorError, PortFileError, PortingKitError
@@ -125,12 +126,15 @@ def rebuild_error(kind: str, fields: dict[str, Any]) -> PortingKitError:
 
 
 def explain_ranks(session: AlignmentSession, result: AlignmentResult) -> AlignmentResult:
-    """A failed alignment of several ranks with its cause: first the rank files against the source, then the rest.
+    """A failed alignment of several ranks with its cause: first config.json and the rank files against the
+    source, then the rest.
 
     Only the first rank looks; the others return the result as it is.
     """
     if result.verdict is Verdict.PASS or current_rank():
         return result
+    if session.checkpoint_check.fields:
+        return replace(result, cause=as_cause(session.checkpoint_check.fields))
     inputs = open_conversion(session.run.port)
     if not inputs.fit.steps:  # a fitted checkpoint has no way back to compare with
         plan = inputs.plan()

@@ -1,4 +1,5 @@
-"""A port of several ranks on disk: a random Qwen2 (biases on query, key and value; two key/value heads) with heads."""
+"""A port on disk for one rank or several: a random base with heads, a Qwen2 (biases on query, key and value; two
+key/value heads) unless another family is named."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ SIZES |= {"num_hidden_layers": 2, "vocab_size": 96}
 Change = Callable[[list[dict[str, torch.Tensor]]], None]
 
 
-def write_port(folder: Path) -> Path:
+def write_port(folder: Path, family: str = "qwen2", **config: object) -> Path:
     """Base, heads and port file; the prompts are random token ids, as the base has no tokenizer."""
-    base = make_base(folder / "base", "qwen2", **SIZES)
+    base = make_base(folder / "base", family, **{**SIZES, **config})
     (folder / "heads").mkdir()
     save_random_heads(folder / "heads", SIZES["hidden_size"], SIZES["vocab_size"])
     document = {
