@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from porting_kit.diagnosis.faulty_model import FaultyModel
-from porting_kit.medusa.acceptance import accept_greedy
+from porting_kit.medusa.acceptance import PADDING, Acceptance, accept_greedy
 from porting_kit.medusa.tree import MedusaTree
 
 INT8_LARGEST = 127
@@ -74,19 +74,37 @@ class WrongBonusModel(FaultyModel):
     def __init__(self, model: Any, tree: MedusaTree, node: Any) -> None:
         super().__init__(model)
         self._tree, self._node = tree, node
+        self._confirmed: Acceptance | None = None
 
     def decode(self, tokens: torch.Tensor, cache: Any, **tree: Any) -> Any:
         """Generation phase; the accepted path is the one that the right logits confirm."""
         output = super().decode(tokens, cache, **tree)
+        self._confirmed = None
         if tree.get("packed_mask") is not None:
             chosen = output.logits[..., : int(self.config["vocab_size"])].argmax(-1)
-            last = accept_greedy(tokens, chosen, self._tree).last_rows
+            self._confirmed = accept_greedy(tokens, chosen, self._tree)
+            last = self._confirmed.last_rows
             requests = torch.arange(len(last))
             source = self._node(last, tokens.shape[1])
             logits = output.logits.clone()
             logits[requests, last] = output.logits[requests, source]
             output.logits = logits
         return output
+
+    def accept_drafts(self, node_tokens: torch.Tensor, target_tokens: torch.Tensor, tree: MedusaTree) -> Acceptance:
+        """That path, as far as the targets follow it: a wrong bonus token may equal a draft that was not confirmed.
+
+        Arguments as for `accept_greedy`.
+        """
+        if self._confirmed is None:
+            return accept_greedy(node_tokens, target_tokens, tree)
+        rows = self._confirmed.rows
+        nodes = rows.clamp(min=0)
+        targets = target_tokens.gather(1, nodes)
+        follows = (node_tokens.gather(1, nodes)[:, 1:] == targets[:, :-1]) & (rows[:, 1:] != PADDING)
+        lengths = 1 + follows.cumprod(-1).sum(-1)
+        kept = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
+        return Acceptance(rows.masked_fill(~kept, PADDING), targets.masked_fill(~kept, PADDING), lengths)
 
 
 class ClippedCacheModel(FaultyModel):

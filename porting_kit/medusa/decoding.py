@@ -190,6 +190,7 @@ def _decode(
     output = model.prefill(prompts, cache)
     logits, medusa_logits = output.logits[:, None], output.medusa_logits
     step_inputs, depths = _step_inputs(tree, logits.device), tree.position_offsets.to(logits.device).long()
+    accept = getattr(model, "accept_drafts", accept_greedy)  # a model whose runtime accepts in another way says how
     requests = torch.arange(len(prompts), device=logits.device)
     emitted, wanted = torch.zeros_like(requests), chooser.limits(len(prompts)).to(logits.device)
     running = torch.ones_like(requests, dtype=torch.bool)
@@ -218,7 +219,7 @@ def _decode(
             )
         output = model.decode(nodes, cache, **step_inputs)
         logits = output.logits
-        accepted = accept_greedy(nodes, chooser.choose(logits, vocab_size, requests, emitted, depths), tree)
+        accepted = accept(nodes, chooser.choose(logits, vocab_size, requests, emitted, depths), tree)
         cache.keep(accepted.rows.masked_fill(~running[:, None], PADDING))
         medusa_logits = _at_rows(output.medusa_logits, accepted.last_rows)
 
