@@ -9,6 +9,7 @@ any, are the observed ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,9 +25,6 @@ from porting_kit.diagnosis.port_state import PortState
 from porting_kit.medusa.decoding import replay
 
 NO_FAULT = "no fault"
-NEAR_TIE_SHARE = 0.05
-"""More near-ties than this are no noise: a model without an opinion would explain everything."""
-
 Rescore = Callable[[PortState, torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
 
 
@@ -162,8 +160,8 @@ def judge(
     margins, preferred = token_margins(torch.cat(chosen), tokens)
     wrong = ~(margins >= -observation.tolerance)
     near_ties = ~wrong & (preferred != tokens)
-    # Where logits were observed they say what is within noise; a share of near-ties needs no guess then.
-    if observation.logits is None and near_ties.sum() > max(NEAR_TIE_SHARE * len(tokens), 1):
+    # Where logits were observed they say what is within noise, and there is no need to guess.
+    if observation.logits is None and not _are_noise(int(near_ties.sum()), margins, observation.tolerance):
         wrong = wrong | near_ties
     logit_error = typical_error = None
     if observation.logits is not None:
@@ -188,6 +186,13 @@ def judge(
         prompts=len(observation.prompts),
     )
     return Judgement(wrong, steps, ends, wrong[starts], figures)
+
+
+def _are_noise(near_ties: int, margins: torch.Tensor, tolerance: float) -> bool:
+    """Whether rounding can have made so many near-ties: where two tokens are that close it picks the other one every
+    second time, within two standard deviations. A model without an opinion would explain everything otherwise."""
+    close = int((margins.abs() <= tolerance).sum())
+    return near_ties <= close / 2 + math.sqrt(close)
 
 
 def compare_steps(observation: Observation, again: Sequence[Sequence[int]] | None) -> torch.Tensor:
