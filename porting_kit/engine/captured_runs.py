@@ -133,6 +133,14 @@ def read_capture_file(path: str | Path) -> CaptureFile:
         raise CapturedFileError("the captured file is empty", found="0 bytes", where=file, next_step="copy it again")
     try:
         with np.load(file, allow_pickle=False) as archive:
+            if "document" not in archive.files:
+                raise CapturedFileError(
+                    "not an archive of the capture script",
+                    expected="the .npz file that engine/capture.py writes, which holds a document",
+                    found=f"arrays {', '.join(archive.files[:5]) or 'none'}",
+                    where=file,
+                    next_step="name that file, or run.py's --output_npy or --output_csv",
+                )
             document = json.loads(archive["document"].tobytes().decode())
             arrays = {name: archive[name] for name in archive.files if name != "document"}
     except (BadZipFile, ValueError, OSError, EOFError, KeyError) as error:

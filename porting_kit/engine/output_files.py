@@ -49,8 +49,13 @@ def read_id_table(file: Path) -> np.ndarray:
     except (UnicodeDecodeError, ValueError) as error:
         raise CapturedFileError(
             "neither a .npy file nor rows of integers", expected="a file of --output_npy or --output_csv",
-            found=error, where=file,
+            found="JSON" if data.lstrip()[:1] in (b"[", b"{") else error, where=file,
+            next_step="name the file that run.py wrote with --output_npy or --output_csv, token ids and not text",
         ) from None  # fmt: skip
+    if not rows:
+        raise CapturedFileError(
+            "the captured file is empty", expected="a row of token ids per prompt", found="blank lines", where=file
+        )
     if len({len(row) for row in rows}) != 1:
         raise CapturedFileError(
             "rows of different lengths", expected="one length: run.py fills rows with the end id",

@@ -17,6 +17,7 @@ from porting_kit.diagnosis import Diagnosis, observe
 from porting_kit.diagnosis.observation import PADDED_TO
 from porting_kit.engine.captured import CapturedSequence
 from porting_kit.engine.captured_runs import is_capture_file, read_capture_file
+from porting_kit.engine.output_files import find_logits_file
 from porting_kit.errors import CapturedFileError
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.run_folder import write_json, write_text
@@ -54,10 +55,14 @@ def diagnose_port(run: PortRun, observed: Path, logits: Path | None = None) -> D
         CapturedFileError: the files do not belong to this port's prompts.
         RunFolderError: a step before is stale.
     """
-    for file in (observed, *([logits] if logits is not None else [])):
+    for file in (observed, *([find_logits_file(logits)] if logits is not None else [])):
         if not file.is_file():
+            what = "is a folder" if file.is_dir() else "does not exist"
             raise CapturedFileError(
-                "the observed file does not exist", where=file, next_step="name a file of an engine"
+                f"the observed file {what}",
+                expected="a file of run.py (--output_npy, --output_csv, --output_logits_npy) or of the capture script",
+                where=file,
+                next_step="name a file of an engine",
             )
     require_steps(run, "patch", "convert")
     watch = Stopwatch()

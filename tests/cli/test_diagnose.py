@@ -89,9 +89,100 @@ def pad_with_another_id(opened, path):
     np.save(path, rows)
 
 
+def keep_two_tokens(opened, path):
+    """One new token fewer than each prompt has: rows end inside the longest prompt."""
+    write(opened, path)
+    longest = max(map(len, opened.session.prompts))
+    np.save(path, np.load(path)[:, :longest])
+
+
+def write_nothing(opened, path):
+    path.write_bytes(b"")
+
+
+def write_only_blank_lines(opened, path):
+    path.write_text("\n\n")
+
+
+def write_no_file(opened, path):
+    pass
+
+
+def make_folder(opened, path):
+    path.mkdir()
+
+
+def write_text_of_the_answer(opened, path):
+    path.write_text("Once upon a time, there was a king.\n")
+
+
+def write_json(opened, path):
+    path.write_text(json.dumps([list(map(int, row)) for row in opened.healthy.tokens]))
+
+
+def write_image(opened, path):
+    path.write_bytes(bytes(range(256)) * 8)
+
+
+def write_foreign_archive(opened, path):
+    with path.open("wb") as file:
+        np.savez(file, output_ids=np.zeros((3, 3), dtype=np.int32))
+
+
+def write_floats(opened, path):
+    write(opened, path)
+    np.save(path, np.load(path).astype(np.float32))
+
+
+def write_pickle(opened, path):
+    np.save(path, np.array([[1, 2], [3]], dtype=object), allow_pickle=True)
+
+
+def write_beams(opened, path):
+    write(opened, path)
+    np.save(path, np.repeat(np.load(path), 2, axis=0))
+
+
+def write_rows_in_another_order(opened, path):
+    write(opened, path)
+    np.save(path, np.load(path)[::-1])
+
+
+def pad_on_the_left(opened, path):
+    write(opened, path)
+    rows = np.load(path)
+    np.save(path, np.pad(rows, ((0, 0), (2, 0)), constant_values=END_ID))
+
+
+def write_uneven_rows(opened, path):
+    rows = [[*prompt, *row] for prompt, row in zip(opened.session.prompts, opened.healthy.tokens, strict=True)]
+    rows[0] = rows[0][:-1]
+    path.write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
+
+
+def write_pointer(opened, path):
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n")
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
+        (keep_two_tokens, "the prompts alone"),
+        (write_nothing, "empty"),
+        (write_only_blank_lines, "blank lines"),
+        (write_no_file, "does not exist"),
+        (make_folder, "is a folder"),
+        (write_text_of_the_answer, "neither a .npy file nor rows of integers"),
+        (write_json, "JSON"),
+        (write_image, "neither a .npy file nor rows of integers"),
+        (write_foreign_archive, "not an archive of the capture script"),
+        (write_floats, "not a table of token ids"),
+        (write_pickle, "cannot be read"),
+        (write_beams, "2 beams a prompt"),
+        (write_rows_in_another_order, "in another order"),
+        (pad_on_the_left, "before the prompt"),
+        (write_uneven_rows, "rows of different lengths"),
+        (write_pointer, "Git LFS pointer"),
         (spoil_ids, "outside the vocabulary"),
         (spoil_prompts, "another prompt"),
         (spoil_batch, "another number of prompts"),
@@ -109,6 +200,44 @@ def test_a_file_that_does_not_belong_is_unusable_input(spoil, words, opened, tmp
     assert code == 2, document
     assert words in json.dumps(document["error"]), document["error"]
     assert {"subject", "expected", "found"} <= set(document["error"])
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "tokens.csv"])
+def test_the_files_of_the_run_script_are_read_by_the_names_it_was_given(name, opened, tmp_path):
+    """`--output_logits_npy logits.npy` writes logits_generation.npy."""
+    tokens = write(opened, tmp_path / name)
+    write_captured_logits(tmp_path / "logits.npy", [rows.numpy() for rows in opened.healthy.logits])
+    code, document = diagnose(opened, tokens, "--logits", tmp_path / "logits.npy")
+    assert (code, document["verdict"]) == (0, "pass"), document
+
+
+def test_ids_of_a_session_with_its_beams_are_read(opened, tmp_path):
+    tokens = write(opened, tmp_path / "tokens.npy")
+    np.save(tokens, np.load(tokens)[:, None])
+    assert diagnose(opened, tokens)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda rows: rows[:, :-1], "do not fit the tokens"),
+        (lambda rows: rows[:1], "do not fit the tokens"),
+        (lambda rows: rows[..., :-1], "do not fit the tokens"),
+        (lambda rows: rows.astype(np.float64), "float64"),
+        (lambda rows: -rows, "belong to another run"),
+        (None, "does not exist"),
+    ],
+    ids=["steps", "batch", "vocabulary", "dtype", "another run", "missing"],
+)
+def test_logits_that_do_not_belong_are_unusable_input(change, words, opened, tmp_path):
+    tokens = write(opened, tmp_path / "tokens.npy")
+    logits = tmp_path / "logits_generation.npy"
+    if change is not None:
+        write_captured_logits(tmp_path / "logits.npy", [rows.numpy() for rows in opened.healthy.logits])
+        np.save(logits, change(np.load(logits)))
+    code, document = diagnose(opened, tokens, "--logits", logits)
+    assert code == 2, document
+    assert words in json.dumps(document["error"]), document["error"]
 
 
 def test_logits_with_padding_columns_are_cut_and_broken_ones_refused(opened, tmp_path):
