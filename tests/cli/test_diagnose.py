@@ -12,11 +12,14 @@ from typer.testing import CliRunner
 
 from porting_kit.cli import app
 from porting_kit.diagnosis import seed_fault
+from porting_kit.diagnosis.catalogue import find_fault
 from porting_kit.engine.captured import write_captured_logits, write_captured_tokens
 from porting_kit.medusa.decoding import generate_medusa
 from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.context import open_port_run
+from porting_kit.steps.prerequisites import require_steps
 from tests.cli.conftest import PortFolder
+from tests.steps.sharded_port import write_port
 
 NEW_TOKENS = 8
 END_ID = 2
@@ -272,6 +275,32 @@ def test_the_page_says_cause_and_fix_and_loads_nothing(opened, tmp_path):
     assert "attention.qkv.bias" in page
     assert "data:image/png;base64" in page
     assert "http" not in page.replace("http://www.w3.org", "")
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory):
+    """A Qwen2 port, and what an engine says that was converted as a LLaMA: no biases, base 10,000."""
+    folder = tmp_path_factory.mktemp("qwen2")
+    place = SimpleNamespace(file=write_port(folder), out=folder / "run")
+    run = open_port_run(place.file, run_folder=place.out)
+    require_steps(run, "patch", "convert")
+    session = AlignmentSession(run, keeps_prompts=True)
+    engine = find_fault("rope_base_lost").apply(find_fault("qkv_bias_dropped").apply(session.port_state)).build()
+    said = generate_medusa(engine, session.tree, session.prompts, NEW_TOKENS, [END_ID], keep_logits=True)
+    tokens = write_captured_tokens(folder / "tokens.npy", session.prompts, said.tokens, end_id=END_ID)
+    logits = write_captured_logits(folder / "logits.npy", [rows.numpy() for rows in said.logits])
+    return place, tokens, logits
+
+
+@pytest.mark.parametrize("with_logits", [True, False])
+def test_a_qwen2_converted_as_a_llama_has_two_faults_with_names(with_logits, qwen2):
+    place, tokens, logits = qwen2
+    code, document = diagnose(place, tokens, *(["--logits", logits] if with_logits else []))
+    assert (code, document["fault"]) == (1, "qkv_bias_dropped + rope_base_lost"), document["conclusion"]
+    assert document["sure"]
+    assert document["ties"] == []
+    assert "attn_bias: true" in document["fix"]
+    assert "rotary_base" in document["fix"]
 
 
 def test_texts_of_an_alignment_that_cut_its_prompts_are_recognised(tmp_path):
