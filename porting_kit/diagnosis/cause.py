@@ -6,7 +6,7 @@ Faults that explain the same are named as a tie, with what would decide between 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from porting_kit.alignment.result import AlignmentResult
@@ -125,6 +125,8 @@ class Diagnosis:
                 {
                     "name": hypothesis.name,
                     "explained": hypothesis.explained,
+                    "out_of": hypothesis.out_of,
+                    "says": hypothesis.describe(),
                     "unexplained_tokens": hypothesis.unexplained_tokens,
                     "unexplained_steps": hypothesis.unexplained_steps,
                     "unexplained_ends": hypothesis.unexplained_ends,
@@ -178,7 +180,8 @@ def name_cause(
         rounding = explain_by_rounding(search)
         best, ties = (best, ties) if rounding is None else (None, [])
     named = [] if best is None else [best, *ties]
-    rest = [hypothesis for hypothesis in (healthy.figures, *tried) if hypothesis not in named]
+    no_fault = replace(healthy.figures, out_of=to_explain)
+    rest = [hypothesis for hypothesis in (no_fault, *tried) if hypothesis not in named]
     ranked = [*named, *sorted(rest, key=lambda hypothesis: hypothesis.order)]
     return Diagnosis(
         causes=() if best is None else best.faults,

@@ -42,7 +42,7 @@ def collect_evidence(
     faults = [hypothesis for hypothesis in ranked if hypothesis.faults and hypothesis.error is None]
     if best is None:
         if faults:
-            lines.append(f"nearest is {faults[0].name}, which leaves {faults[0].unexplained} unexplained")
+            lines.append(f"nearest is {faults[0].name}, which {faults[0].describe()}")
             lines += _describe_nearness(healthy.figures, faults)
         return lines
     lines.append(f"with {best.name} {best.explained} of those are explained and {best.unexplained} of all are not")
@@ -53,8 +53,7 @@ def collect_evidence(
         lines.append(f"its logits are within {best.logit_error:.1e} of the observed ones, healthy {error:.1e}")
     runner_up = next((hypothesis for hypothesis in faults if hypothesis is not best), None)
     if runner_up is not None:
-        where = "" if runner_up.prompts == best.prompts else " of the first prompt's beginning"
-        lines.append(f"next best is {runner_up.name}, which leaves {runner_up.unexplained}{where} unexplained")
+        lines.append(f"next best is {runner_up.name}, which {runner_up.describe()}")
     return lines
 
 

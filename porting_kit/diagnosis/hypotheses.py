@@ -40,6 +40,7 @@ class Hypothesis:
         unexplained_ends: texts that end where they should not.
         explained: of what the healthy port does not explain, how much this one does.
         explained_ends: of those, steps and ends of texts, which are counted exactly.
+        out_of: what the healthy port does not explain of the prompts, or the beginning, that it was tried on.
         logit_error: worst relative error against the observed logits; None without them.
         typical_error: the median one.
         deficit: sum of the logits by which emitted tokens fall short.
@@ -55,6 +56,7 @@ class Hypothesis:
     unexplained_ends: int = 0
     explained: int = 0
     explained_ends: int = 0
+    out_of: int = 0
     logit_error: float | None = None
     typical_error: float | None = None
     deficit: float = 0.0
@@ -77,6 +79,13 @@ class Hypothesis:
     def unexplained(self) -> int:
         """Tokens, steps and ends together."""
         return self.unexplained_tokens + self.unexplained_steps + self.unexplained_ends
+
+    def describe(self) -> str:
+        """What it explains, and what it makes wrong, in words."""
+        spoilt = self.unexplained - (self.out_of - self.explained)
+        text = f"explains {self.explained} of the {self.out_of}"
+        text += f", and {spoilt} that the healthy port explains are wrong with it" if spoilt > 0 else ""
+        return text if self.prompts or self.error else f"{text} at the beginning of one prompt, where it was given up"
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -219,7 +228,7 @@ def count_explained(judgement: Judgement, healthy: Judgement) -> Hypothesis:
         pairs.append((healthy.steps, judgement.steps))
     exact = sum(int((before & ~after).sum()) for before, after in pairs)
     tokens = int((healthy.tokens & ~judgement.tokens).sum())
-    return replace(judgement.figures, explained=tokens + exact, explained_ends=exact)
+    return replace(judgement.figures, explained=tokens + exact, explained_ends=exact, out_of=healthy.unexplained)
 
 
 def _forgive_padding(wrong: torch.Tensor, observation: Observation, vocab_size: int) -> torch.Tensor:

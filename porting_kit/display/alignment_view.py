@@ -187,7 +187,13 @@ def cause_view(cause: Document | None) -> Stack | Facts:
     if cause.get("to_explain"):
         title += f": how many of {cause['to_explain']} tokens and steps that the healthy port does not explain"
     rows = [
-        (Code(item["name"]), item["explained"], item["unexplained_tokens"], item["unexplained_steps"], item["error"])
+        (
+            Code(item["name"]),
+            f"{item['explained']} of {item['out_of']}",
+            item["unexplained_tokens"],
+            item["unexplained_steps"],
+            item["error"],
+        )
         for item in cause.get("ranking", ())
     ]
     columns = ("hypothesis", "explains", "tokens it does not", "steps it does not", "could not be tried")

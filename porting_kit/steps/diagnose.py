@@ -122,15 +122,11 @@ def format_diagnosis(result: DiagnoseResult) -> str:
     """Cause, evidence, fix and ranking, for a terminal."""
     found = result.diagnosis.as_dict()
     lines = [f"diagnosis: {result.diagnosis.verdict}"]
-    if found["name"]:
-        lines += [f"why: {found['why']}", f"fix: {found['fix']}", f"source: {found['source']}"]
+    lines += [f"{part}: {found[part]}" for part in ("why", "fix", "source") if found[part]]
     if found["decided_by"]:
         lines.append(f"to decide between them: {found['decided_by']}")
     lines += [f"evidence: {sentence}" for sentence in found["evidence"]]
     if result.diagnosis.passes:
         lines.append("cost: {context} context passes, {replays} replays".format(**result.diagnosis.passes))
-    lines += [
-        f"  {row['name']}: explains {row['explained']} of {found['to_explain']}"
-        for row in [row for row in found["ranking"] if not row["error"]][:5]
-    ]
+    lines += [f"  {row['name']}: {row['says']}" for row in [row for row in found["ranking"] if not row["error"]][:5]]
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from typing import Any
 
 from porting_kit.diagnosis.catalogue import CATALOGUE
 from porting_kit.diagnosis.fault import DRAFTS, EVERY, GENERATION, READING, Fault
+from tests.diagnosis.planted_faults import NOT_PLANTED
 
 HOWTO = Path(__file__).resolve().parents[2] / "notebooks" / "howto"
 RATES_FILE = HOWTO / "diagnosis_rates.json"
@@ -52,6 +53,9 @@ Start with the first wrong token. It says which part of this page is yours.
    - *none of the faults tried explains it*: not in the list below. Start from the layer comparison
      (`porting-kit align`);
    - *nothing to explain*: the port emits exactly this.
+4. Its figures count tokens, steps and ends of texts. *Next best is X, which explains 5 of the 12*: the healthy port
+   does not explain 12 of what was observed; with X it would explain 5 of those, and 7 stay. A fault that explains less
+   than half of the beginning of one prompt is given up there, and its figures are of that beginning.
 
 A token whose two best logits are closer than the measured noise is a near-tie, and no fault. Differences that
 TensorRT-LLM itself makes (its tanh GELU, its fixed epsilons) are listed as inherent, and no fault either: see
@@ -106,6 +110,7 @@ def write_rates(rates: Mapping[str, Any]) -> str:
         "## Where it was wrong\n",
         *([_failure_row(row) for row in rates["failures"]] or ["Nowhere."]),
         "",
+        *write_not_planted(rates["confusion"][LOGITS]),
         *(write_foreign(rates["foreign"]) if "foreign" in rates else []),
         "## Near-ties\n",
         "Clean ports: tokens called wrong though only noise chose them. Faulty ports: tokens that a fault changed and "
@@ -120,6 +125,16 @@ def write_rates(rates: Mapping[str, Any]) -> str:
         *_confusion(rates["confusion"][TOKENS], TOKENS),
     ]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def write_not_planted(planted: Mapping[str, Any]) -> list[str]:
+    """The section on kinds of the catalogue that were not planted, each with the reason, as lines."""
+    missing = [fault.name for fault in CATALOGUE if fault.name not in planted]
+    if not missing:
+        return []
+    lines = [f"## Not planted\n\nOf the catalogue's {len(CATALOGUE)} kinds {len(missing)} were not planted:\n"]
+    lines += [f"- `{name}`: {NOT_PLANTED.get(name, 'not in the catalogue when this was measured')}" for name in missing]
+    return [*lines, ""]
 
 
 FOREIGN_WORDS = {

@@ -34,6 +34,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gptneox": {"rotary_emb_base": 500.0, "embedding_scale": 0.3},
 }
 FAMILIES = tuple(SETTINGS)
+NOT_PLANTED = {
+    "softcap_dropped_in_generation": "none of these families has a soft-cap on attention logits, as Gemma 2 has",
+    "one_position_id_per_request": "none of these families has learned positions, as GPT-2 has; the patched module of "
+    "one that has computes them itself",
+    "learned_position_offset": "none of these families has learned positions with leading rows that no position uses, "
+    "as OPT has; engines of OPT are made by hand in `tests/diagnosis/test_foreign_upstream.py`",
+}
+"""Kinds of the catalogue that none of these ports can have -> why."""
 
 
 @dataclass(frozen=True)

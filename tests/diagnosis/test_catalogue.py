@@ -13,11 +13,9 @@ from porting_kit.diagnosis.port_state import PortState
 from porting_kit.diagnosis.weight_faults import interleave_qkv, is_tied
 from porting_kit.errors import PortFileError
 from porting_kit.medusa.decoding import generate_medusa, replay
-from tests.diagnosis.planted_faults import find_carrier, observe_planted
+from tests.diagnosis.planted_faults import NOT_PLANTED, find_carrier, observe_planted
 
 FAMILIES = ("bloom", "llama", "qwen2", "gptneox")
-# Faults that no bundled family can have: soft-cap and learned positions. Their functions have tests of their own.
-ELSEWHERE = {"softcap_dropped_in_generation", "one_position_id_per_request", "learned_position_offset"}
 PORT_FAULTS = [fault for fault in CATALOGUE if fault.phase != READING]
 FORMS = [(fault, form) for fault in PORT_FAULTS for form in range(len(fault.forms))]
 
@@ -40,7 +38,7 @@ def carrier(fault, port_of):
 @pytest.mark.parametrize(("fault", "form"), FORMS, ids=lambda item: getattr(item, "name", item))
 def test_a_planted_fault_changes_what_the_port_computes(fault, form, port_of):
     found = carrier(fault, port_of)
-    if fault.name in ELSEWHERE:
+    if fault.name in NOT_PLANTED:
         assert found is None, "this fault has a carrier now: take it off the list"
         return
     port, state = found

@@ -6,6 +6,7 @@ from porting_kit.diagnosis.catalogue import CATALOGUE
 from tests.benchmarks import diagnosis_page
 from tests.benchmarks.diagnosis import LOGITS, TOKENS, build_confusion, count_rates
 from tests.diagnosis.foreign_rates import count_outcomes
+from tests.diagnosis.planted_faults import NOT_PLANTED
 
 
 def test_the_committed_pages_are_what_the_command_writes():
@@ -53,6 +54,17 @@ def test_the_rates_page_prints_every_failure():
     assert "50.0%" in page
     assert "0 of 3 clean ports" in page
     assert "`rope_base_lost` was called none of these" in page
+
+
+def test_the_page_lists_every_kind_that_was_not_planted_with_the_reason():
+    planted = {fault.name: {} for fault in CATALOGUE if fault.name not in NOT_PLANTED}
+    lines = diagnosis_page.write_not_planted(planted)
+    assert all(f"- `{name}`: {reason}" in lines for name, reason in NOT_PLANTED.items())
+    del planted["qkv_bias_dropped"]
+    assert "- `qkv_bias_dropped`: not in the catalogue when this was measured" in diagnosis_page.write_not_planted(
+        planted
+    )
+    assert diagnosis_page.write_not_planted(dict.fromkeys(fault.name for fault in CATALOGUE)) == []
 
 
 def test_the_page_tells_engines_made_by_hand_from_planted_faults():
