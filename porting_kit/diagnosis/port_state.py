@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class PortState:
         class_name: class in it.
         wrappers: put around the built model, in order: faults of the runtime.
         dtype: run in this dtype instead of the config's.
-        attention_window: tokens that a query may see, itself included; None for all.
+        attention_window: tokens that a query may see, itself included, one number or one a layer; None for all.
         leading_positions: rows of the base's position table that a right checkpoint leaves out (OPT's first two), which
             a faulty one reads; None where there are none, or the base is not at hand.
     """
@@ -48,7 +48,7 @@ class PortState:
     class_name: str | None = None
     wrappers: tuple[Wrapper, ...] = ()
     dtype: str | None = None
-    attention_window: int | None = None
+    attention_window: int | Sequence[int] | None = None
     leading_positions: torch.Tensor | None = field(default=None, repr=False)
 
     def build(self) -> Any:
@@ -83,7 +83,7 @@ class PortState:
         """The same port with a runtime fault around its model."""
         return replace(self, wrappers=(*self.wrappers, wrapper))
 
-    def with_window(self, attention_window: int | None) -> PortState:
+    def with_window(self, attention_window: int | Sequence[int] | None) -> PortState:
         """The same port with another sliding window."""
         return replace(self, attention_window=attention_window)
 

@@ -5,6 +5,7 @@ This module reads no config file: `attention_shape` takes the normalised base co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +142,19 @@ def _window_varies(raw: Any) -> bool:
     if kinds:
         return len(set(kinds)) > 1
     return (raw.get("sliding_window_pattern") or 1) > 1 or raw.get("model_type") in ("gemma2", "gemma3_text", "cohere2")
+
+
+PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+"""Model type -> every how manieth layer sees the whole past, where the config does not list its layers' kinds."""
+
+
+def find_sliding_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """Which layers of a base have its sliding window, by its own config."""
+    kinds = raw.get("layer_types")
+    if kinds:
+        return [kind == "sliding_attention" for kind in kinds]
+    pattern = raw.get("sliding_window_pattern") or PATTERNS.get(str(raw.get("model_type")), 0)
+    return [pattern < 2 or (layer + 1) % pattern != 0 for layer in range(num_layers)]
 
 
 def window_covers(shape: AttentionShape) -> bool:

@@ -47,7 +47,7 @@ from porting_kit.kernel_fit.fit import CONFIG_KEY, require_length
 from porting_kit.medusa.tree import MedusaTree, read_tree
 from porting_kit.outcomes import Coverage, Verdict
 from porting_kit.releases.kernels import KernelProfile, kernel_profile
-from porting_kit.releases.shape import AttentionShape, attention_shape
+from porting_kit.releases.shape import AttentionShape, attention_shape, find_sliding_layers
 from porting_kit.source_tree import SourceTree
 from porting_kit.steps.captured_alignment import align_capture
 from porting_kit.steps.checkpoint_check import CheckpointCheck, naming_changed_fields
@@ -203,12 +203,16 @@ class AlignmentSession:
         return attention_shape(self.base, self.run.port.target)
 
     @property
-    def attention_window(self) -> int | None:
-        """The window of every layer of the base, where texts outgrow it; a checkpoint cannot hold it."""
+    def attention_window(self) -> int | tuple[int, ...] | None:
+        """The window of the base's layers, where texts outgrow it, one a layer where they differ; a checkpoint cannot
+        hold it."""
         shape = self._attention_shape
         longest = max(map(len, self.prompts)) + self.run.port.alignment.new_tokens
         is_reached = shape.sliding_window is not None and longest > shape.sliding_window
-        return shape.sliding_window if is_reached and not shape.window_varies else None
+        if not is_reached or not shape.window_varies:
+            return shape.sliding_window if is_reached else None
+        slides = find_sliding_layers(self.base.raw, self.base.num_layers)
+        return tuple(shape.sliding_window if is_sliding else longest for is_sliding in slides)
 
     @cached_property
     def reference_heads(self) -> ReferenceHeads:

@@ -74,6 +74,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon": ("Falcon", {**SIZES, "hidden_size": 64, "num_attention_heads": 4, "tie_word_embeddings": False}),
     "gemma": ("Gemma", {**LLAMA_LIKE, "head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", {**LLAMA_LIKE, "head_dim": 16, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}),
     "phi": ("Phi", {**LLAMA_LIKE, "num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
 }
 

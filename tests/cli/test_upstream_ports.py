@@ -17,6 +17,7 @@ from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.context import open_port_run
 from tests.cli.conftest import make_heads
 from tests.cli.test_commands import call
+from tests.steps import sharded_port
 
 TREES = [path for path in os.environ.get("TRTLLM_SOURCE", "").split(os.pathsep) if path]
 BOUND = 1e-5
@@ -54,6 +55,19 @@ def make_qwen2():
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     return Qwen2ForCausalLM(Qwen2Config(**gated_sizes(), rope_theta=1e6))
+
+
+@pytest.mark.parametrize("source", TREES)
+def test_a_window_that_only_some_layers_have_is_the_cause_beyond_it(source, tmp_path):
+    """Hugging Face's Gemma 2 has it in every second layer, the library's class in none."""
+    if "Gemma2ForCausalLM" not in open_source_tree(source).model_names():
+        pytest.skip("the tree has no Gemma 2")
+    port = sharded_port.write_port(tmp_path, "gemma2", head_dim=8, query_pre_attn_scalar=8, sliding_window=24)
+    document = yaml.safe_load(port.read_text()) | {"trtllm": {"source": source}, "kernel": "exact"}
+    port.write_text(yaml.safe_dump(document))
+    code, found, _ = call("align", port, "--out", tmp_path / "run")
+    assert (code, found["cause"]["fault"]) == (1, "sliding_window_ignored"), found["summary"]
+    assert "every layer" in found["cause"]["why"]
 
 
 def gated_sizes() -> dict:

@@ -27,7 +27,7 @@ from porting_kit.releases.resources import (
     kv_bytes_per_token,
     memory_gate,
 )
-from porting_kit.releases.shape import attention_shape, read_compute_capability
+from porting_kit.releases.shape import attention_shape, find_sliding_layers, read_compute_capability
 
 
 def position(kind, scaling, release):
@@ -206,6 +206,19 @@ def test_windows_are_read_as_the_model_uses_them():
     same = attention_shape(base(sliding_window=512, raw={"layer_types": ["sliding_attention"] * 4}), TARGET)
     assert same.sliding_window == 512
     assert not same.window_varies
+
+
+@pytest.mark.parametrize(
+    ("raw", "slides"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, [False, True, False]),
+        ({"model_type": "gemma2"}, [True, False, True]),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 3}, [True, True, False]),
+        ({"model_type": "mistral"}, [True, True, True]),
+    ],
+)
+def test_which_layers_slide_is_read_from_the_config(raw, slides):
+    assert find_sliding_layers(raw, 3) == slides
 
 
 @pytest.mark.parametrize("value", ["9.0", 90, "sm90", "sm_90", 9.0])

@@ -110,7 +110,8 @@ KERNEL_FAULTS: tuple[Fault, ...] = (
         title="sliding window ignored",
         symptom="right until the text is longer than the window, then it drifts away",
         cause="the window is a run-time option (max_attention_window_size), not part of the checkpoint, and the kernel "
-        "that verifies several tokens does not check for it",
+        "that verifies several tokens does not check for it; where the base's layers differ (Gemma 2), its class gives "
+        "every layer the whole past",
         fix="build with max_seq_len at most the window; a longer text cannot be right in these releases",
         releases=ALL,
         source="decoderXQAImplPrecompiled.cpp l.480, 0.13.0.dev2024090300",
