@@ -14,7 +14,7 @@ from porting_kit.diagnosis.catalogue import CATALOGUE
 from porting_kit.diagnosis.changes import Change, as_cause, describe_changes
 from porting_kit.diagnosis.decision import decide_ties
 from porting_kit.diagnosis.evidence import collect_evidence
-from porting_kit.diagnosis.fault import Fault
+from porting_kit.diagnosis.fault import LOGITS_FILE, Fault
 from porting_kit.diagnosis.hypotheses import Hypothesis
 from porting_kit.diagnosis.lower_precision import CoarserArithmetic, explain_by_rounding
 from porting_kit.diagnosis.observation import Observation, observe
@@ -42,7 +42,7 @@ class Diagnosis:
         skipped: fault name -> why this port cannot have it.
         to_explain: tokens, steps and ends that the healthy port does not explain.
         observed: tokens, steps and ends in all.
-        decided_by: the one further file that would tell ties apart; None without ties.
+        decided_by: the one further file that would tell ties, or rounding and a small fault, apart; None for neither.
         own_model: what is wrong although the healthy port explains everything; None when nothing is.
         rounding: the coarser arithmetic that explains what no fault does; None when none does.
         changes: what the port's own checkpoint holds that the rules do not make of its base: the cause, where there is
@@ -191,11 +191,19 @@ def name_cause(
         skipped=skipped,
         to_explain=to_explain,
         observed=len(healthy.tokens) + len(healthy.steps) + int(healthy.ends.any()) * len(healthy.ends),
-        decided_by=decide_ties(search, best, ties) if best is not None and ties else None,
+        decided_by=_find_deciding_file(search, best, ties, rounding),
         own_model=describe_own_model(result, healthy.unexplained) if to_explain == 0 else None,
         rounding=rounding,
         passes={"context": search.context_passes, "replays": search.replays},
     )
+
+
+def _find_deciding_file(
+    search: Search, best: Hypothesis | None, ties: Sequence[Hypothesis], rounding: CoarserArithmetic | None
+) -> str | None:
+    if rounding is not None:
+        return LOGITS_FILE if search.observation.logits is None else None
+    return decide_ties(search, best, ties) if best is not None and ties else None
 
 
 FEW = 5

@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from porting_kit.diagnosis.port_state import PortState
 
 ACTIVATIONS = {"silu": "gelu", "swiglu": "gelu"}
 STYLES = {"rope_gpt_neox": "rope_gptj", "rope_gptj": "rope_gpt_neox"}
+TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+ERF_GELU = "gelu_erf"
 EPSILONS = (1e-5, 1e-6, 1e-12)
 SAME = 0.5
 """An epsilon within this factor of the right one is no fault."""
@@ -32,6 +36,29 @@ def set_relu(model: Any) -> Any:
         if isinstance(getattr(module, "hidden_act", None), str):
             module.hidden_act = "relu"
     return model
+
+
+def set_erf_gelu(model: Any) -> Any:
+    """The base's MLPs run the erf form of GELU, which the library does not have: its own table gets one more entry.
+
+    Modules that fix their activation say gelu, which is the tanh form there.
+    """
+    for module in base_modules(model):
+        known = type(module).forward.__globals__.get("ACT2FN")
+        if known is not None and getattr(module, "hidden_act", None) in ("gelu", *TANH_GELUS):
+            known[ERF_GELU] = _erf_gelu
+            module.hidden_act = ERF_GELU
+    return model
+
+
+def _erf_gelu(value: Any) -> Any:
+    return type(value)(torch.nn.functional.gelu(value.data))
+
+
+def lacks_tanh_gelu(state: PortState) -> str | None:
+    """Why the erf form would be no fault."""
+    own = state.config.get("hidden_act")
+    return None if own in TANH_GELUS else f"the base's activation is {own}"
 
 
 def set_epsilon(value: float) -> Callable[[Any], Any]:

@@ -55,7 +55,8 @@ class CoarserArithmetic:
             if self.is_benign
             else f"look at the engine's own dtype, or at quantisation: the port file says {self.port_dtype}"
         )
-        return f"no fault of the list; the differences have the size of rounding in {name}{seen}: {advice}"
+        unsure = "" if seen else "; tokens alone do not tell it from a small fault, such as another form of GELU"
+        return f"no fault of the list; the differences have the size of rounding in {name}{seen}: {advice}{unsure}"
 
 
 def explain_by_rounding(search: Search) -> CoarserArithmetic | None:

@@ -85,6 +85,8 @@ def find_carrier(fault: Fault, port: TinyPort) -> tuple[str, PortState] | None:
     if fault.name == "tied_head_left_empty":
         embedding = state.tensors["transformer.vocab_embedding.weight"]
         return "tied", replace(state, tensors={**state.tensors, "lm_head.weight": embedding.clone()})
+    if fault.name == "gelu_erf_for_tanh" and state.config["hidden_act"] == "gelu":
+        return "tanh gelu", state.with_config(hidden_act="gelu_new")  # the same function under a name that says so
     if fault.name == "heads_take_base_activation" and fault.applies(state) is not None:
         return "relu heads", state.with_config(medusa_hidden_act="relu")
     return ("plain", state) if fault.applies(state) is None else None

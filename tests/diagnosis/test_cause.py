@@ -9,6 +9,7 @@ import torch
 from porting_kit.alignment.run import AlignmentOptions, align_port_outputs
 from porting_kit.diagnosis import Observation, name_cause, observe, seed_fault
 from porting_kit.diagnosis.catalogue import CATALOGUE, find_fault
+from porting_kit.diagnosis.fault import LOGITS_FILE
 from porting_kit.diagnosis.search import SHORTEST_BEGINNING
 from porting_kit.diagnosis.weight_faults import nudge_projection
 from porting_kit.medusa.decoding import generate_medusa
@@ -228,3 +229,22 @@ def test_an_alignment_is_an_observation(bloom_under_release):
     observed = observe(result)
     assert observed.tolerance == result.noise.near_tie_tolerance
     assert [len(row) for row in observed.tokens] == [len(logits) for logits in observed.logits]
+
+
+def test_tokens_alone_do_not_tell_rounding_from_a_small_fault(port_of):
+    """The erf form of GELU moves logits as far as TF32 does; their file shows which it is."""
+    port = port_of("gptneox")
+    state = port.state.with_config(hidden_act="gelu_new")
+    faulty = find_fault("gelu_erf_for_tanh").apply(state).build()
+    seen = run(port, faulty, with_steps=False)
+    assert name_cause(state, seen).cause is find_fault("gelu_erf_for_tanh")
+    tokens = [list(row) for row in seen.tokens]
+    margins = torch.cat(seen.logits).topk(2).values
+    closest = int((margins[:, 0] - margins[:, 1]).argmin())
+    prompt, place = divmod(closest, NEW_TOKENS)
+    tokens[prompt] = [*tokens[prompt][:place], int(seen.logits[prompt][place].topk(2).indices[1])]
+    flipped = Observation(seen.prompts, tokens, TOLERANCE)
+    found = name_cause(state, flipped)
+    assert found.rounding is not None, found.verdict
+    assert "tokens alone do not tell" in found.verdict
+    assert found.decided_by == LOGITS_FILE

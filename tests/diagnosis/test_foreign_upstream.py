@@ -67,6 +67,7 @@ ENGINES = (
         ("conv1d_not_transposed",),
         by_hand.each_layer(lambda layer: transpose(layer.attn.c_proj.weight)),
     ),
+    Engine("erf gelu in place of tanh gelu", ("gpt2", "phi"), ("gelu_erf_for_tanh",), by_hand.set_activation("gelu")),
     Engine("positions two too early", ("opt",), ("learned_position_offset",), shift_positions),
     Engine("silu in place of relu", ("opt",), ("activation_variant",), by_hand.set_activation("silu")),
     Engine("embedding not scaled", ("gemma",), ("embedding_scale_wrong",), unscale_embedding),

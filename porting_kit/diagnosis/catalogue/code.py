@@ -20,6 +20,20 @@ CODE_FAULTS: tuple[Fault, ...] = (
         variants=(lambda state: state.with_wrapper(code.set_relu),),
     ),
     Fault(
+        name="gelu_erf_for_tanh",
+        kind="code",
+        title="MLP runs the erf form of GELU where the base has the tanh form",
+        symptom="logits differ by as little as TF32 makes, tokens seldom; in float16 and bfloat16 that is within "
+        "rounding, and only the logits of a float32 run show it",
+        cause="a model file or a runtime of its own that takes gelu_new or gelu_pytorch_tanh for gelu; TensorRT-LLM's "
+        "own gelu is the tanh form under all three names",
+        fix="compute 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as functional.gelu does",
+        releases=ALL,
+        source="functional.py gelu and ACT2FN, 0.8 to 0.16",
+        apply=lambda state: state.with_wrapper(code.set_erf_gelu),
+        applies=code.lacks_tanh_gelu,
+    ),
+    Fault(
         name="norm_epsilon_wrong",
         kind="code",
         title="norm epsilon wrong",
