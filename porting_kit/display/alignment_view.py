@@ -227,6 +227,20 @@ def fit_table(alignment: Document) -> Table | Facts:
 
 
 @_with_tokens
+def inherent_table(alignment: Document) -> Table | Facts:
+    """Differences that TensorRT-LLM makes whatever the port does: listed, and no faults."""
+    rows = [
+        (item["name"], item["effect"], _scientific(item["logit_error"]), "yes" if item["matched"] else "cannot be")
+        for item in alignment.get("inherent", ())
+        if item["applies"]
+    ]
+    if not rows:
+        return Facts([], note="TensorRT-LLM computes what this base computes: no inherent difference is known.")
+    columns = ("difference", "effect", "moves the base's logits by", "judged against the library's form")
+    return Table(columns, rows, title="Inherent differences")
+
+
+@_with_tokens
 def runs_table(alignment: Document) -> Table:
     """The decode runs that were compared with each other."""
     rows = [(name, run.get("tokens_per_step"), run.get("seconds")) for name, run in alignment["runs"].items()]

@@ -136,6 +136,7 @@ def _alignment(run: PortRun, outcomes: Outcomes) -> Section | None:
         alignment_view.divergence_facts(alignment),
         alignment_view.cause_view(alignment["cause"]),
         alignment_view.fit_table(alignment),
+        alignment_view.inherent_table(alignment),
         alignment_view.acceptance_view(alignment),
         alignment_view.margins_plot(alignment),
         alignment_view.texts_table(alignment, _decode_texts(run, alignment)),

@@ -172,6 +172,13 @@ def describe_divergence(first: Mapping[str, Any]) -> str:
     )
 
 
+def describe_inherent(item: Any) -> str:
+    """A difference that TensorRT-LLM makes whatever the port does, and how it was judged, in one line."""
+    moved = "" if item.logit_error is None else f" (moves the base's logits by {item.logit_error:.1e})"
+    judged = "the base was judged in this form" if item.matched else "the base cannot be judged in this form"
+    return f"{item.name}{moved}: {judged}"
+
+
 def format_alignment(result: AlignResult) -> str:
     """The gates, the first divergence and the cause, for a terminal."""
     lines = []
@@ -182,6 +189,7 @@ def format_alignment(result: AlignResult) -> str:
         document = result.alignment.as_dict()
         if document["first_divergence"]:
             lines.append(f"first divergence: {describe_divergence(document['first_divergence'])}")
+        lines += [f"inherent: {describe_inherent(item)}" for item in result.alignment.inherent if item.applies]
         if document["tokens_per_step"] is not None:  # an engine's captured tokens come without step counts
             lines.append(f"tokens per step: {document['tokens_per_step']:.2f}")
     cause = result.cause

@@ -59,7 +59,7 @@ Start with the first wrong token. It says which part of this page is yours.
 
 A token whose two best logits are closer than the measured noise is a near-tie, and no fault. Differences that
 TensorRT-LLM itself makes (its tanh GELU, its fixed epsilons) are listed as inherent, and no fault either: see
-[Read the verdict](reading_the_verdict.md).@RATES@
+[Read the verdict](reading_the_verdict.md#inherent-differences).@RATES@
 
 """
 RATES_LINK = " How often the diagnosis is right is [measured](diagnosis_rates.md)."
