@@ -6,6 +6,7 @@ This module does not know what the steps compute; it only fixes the vocabulary a
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -64,6 +65,10 @@ class StepOutcome:
     inputs: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     failing_gate: str | None = None
+
+    def changed_inputs(self, today: Mapping[str, str]) -> list[str]:
+        """Names of what differs between what the step read and what it would read today; none when it still holds."""
+        return sorted(name for name in {*self.inputs, *today} if self.inputs.get(name) != today.get(name))
 
     def as_dict(self) -> dict[str, Any]:
         """A JSON-ready dict; enums become their values."""

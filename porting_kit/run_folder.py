@@ -4,7 +4,8 @@ Layout of `runs/<name>/`: `run.json` (the port that owns the folder), one folder
 executed notebook, and the products: `patched/`, `checkpoint/`, `engine/`, `alignment/`, `report.html`.
 
 Everything is written to a temporary name and renamed. A step's outcome is removed before the step starts and written
-last, so a run that dies leaves no outcome. This module does not know what the steps compute.
+last, so a run that dies leaves no outcome. Those of later steps stay: their inputs tell whether they still hold. This
+module does not know what the steps compute.
 """
 
 from __future__ import annotations
@@ -32,15 +33,6 @@ PRODUCTS = {
     "align": ("alignment",),
     "report": ("report.html",),
 }
-DEPENDENTS = {
-    "preflight": ("report",),
-    "patch": ("build", "align", "report"),
-    "convert": ("build", "align", "report"),
-    "build": ("report",),
-    "align": ("report",),
-    "report": (),
-}
-"""Steps whose results rest on the step's products."""
 MARKER = "run.json"
 
 
@@ -82,13 +74,13 @@ class RunFolder:
         return self.root / step
 
     def begin(self, step: str) -> None:
-        """Forget the step's earlier outcome and those that rest on it: until they rerun, they do not exist.
+        """Forget the step's earlier outcome and that of the report, which shows it: until they rerun, they do not exist.
 
         Raises:
             RunFolderError: the folder cannot be written.
         """
         try:
-            for forgotten in (step, *DEPENDENTS[step]):
+            for forgotten in (step, STEPS[-1]):
                 (self.step(forgotten) / "outcome.json").unlink(missing_ok=True)
             self.step(step).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -131,7 +123,7 @@ class RunFolder:
                 where=self.root,
                 next_step=f"run `porting-kit {step}` with the same port file and --out",
             )
-        changed = sorted(name for name in {*outcome.inputs, *inputs} if outcome.inputs.get(name) != inputs.get(name))
+        changed = outcome.changed_inputs(inputs)
         if changed:
             raise RunFolderError(
                 f"the result of step {step!r} is stale: its inputs have changed since",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from porting_kit.errors import VerdictFailed
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.port import Port, load_port
 from porting_kit.provenance import fingerprint_path, hash_value
-from porting_kit.run_folder import MARKER, RunFolder, open_run_folder
+from porting_kit.run_folder import MARKER, STEPS, RunFolder, open_run_folder, read_json
 
 RUNS_FOLDER = "runs"
 OPENING_SECONDS = 30.0
@@ -41,6 +42,8 @@ STEP_FIELDS = {
     ),
     "report": (),
 }
+RESTS_ON_PRODUCTS = ("build", "align")
+"""Steps that read what patch and convert made: while those make the same again, their outcomes hold."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,26 @@ class PortRun:
             hashes["base checkpoint files"] = fingerprint_path(self.port.base_checkpoint_path)
         if "heads" in fields:
             hashes["heads files"] = fingerprint_path(self.port.heads_path)
+        if step in RESTS_ON_PRODUCTS:
+            hashes["patched files"] = fingerprint_path(self.folder.patched)
+            hashes["checkpoint"] = _fingerprint_checkpoint(self.folder.checkpoint)
         return hashes
+
+
+def _fingerprint_checkpoint(folder: Path) -> str:
+    """Changes with what was converted or with the files' bytes, not when the same checkpoint is written again."""
+    from porting_kit.conversion.output_folder import CONFIG, RECEIPT
+    from porting_kit.engine.capture_kit import digest_checkpoint
+
+    if not (folder / CONFIG).is_file():
+        return "absent"
+    try:
+        receipt = read_json(folder / RECEIPT)
+        converted = [receipt["rules"], [file["sha256"] for file in receipt["files"]]]
+    except (OSError, ValueError, KeyError, TypeError):
+        converted = None
+    documents = [fingerprint_path(file) for file in sorted(folder.glob("*.json")) if file.name != RECEIPT]
+    return hash_value([digest_checkpoint(folder), converted, documents])
 
 
 def open_port_run(
@@ -146,4 +168,15 @@ def finish_step(run: PortRun, outcome: StepOutcome, watch: Stopwatch) -> StepOut
     """Stamp time and inputs on an outcome and write it, last."""
     stamped = replace(outcome, seconds=round(watch.seconds, 3), inputs=run.inputs(outcome.step))
     run.folder.finish(stamped)
+    _name_stale_outcomes(run, outcome.step)
     return stamped
+
+
+def _name_stale_outcomes(run: PortRun, step: str) -> None:
+    """Say which outcomes of later steps do not hold any more; the steps that read them refuse them."""
+    for later in STEPS[STEPS.index(step) + 1 : -1]:
+        outcome = run.folder.outcome(later)
+        changed = outcome.changed_inputs(run.inputs(later)) if outcome else []
+        if changed:
+            said = f"{later}: its result is stale now, run it again; changed since: {', '.join(changed)}"
+            print(said, file=sys.stderr)

@@ -54,8 +54,7 @@ def read_outcomes(run: PortRun) -> dict[str, StepOutcome]:
 
 def _refuse_stale(run: PortRun, outcome: StepOutcome) -> StepOutcome:
     """The outcome, or one that says it was made from other settings or files than those of today."""
-    today = run.inputs(outcome.step)
-    changed = sorted(name for name in {*today, *outcome.inputs} if today.get(name) != outcome.inputs.get(name))
+    changed = outcome.changed_inputs(run.inputs(outcome.step))
     if not changed:
         return outcome
     summary = f"stale, rerun it: {', '.join(changed)} changed since"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from porting_kit.cli import app
@@ -81,6 +81,40 @@ def test_align_runs_what_is_missing_and_refuses_what_is_stale(port: PortFolder, 
     assert code == 2
     assert "stale" in document["error"]["subject"]
     assert "port.tree" in document["error"]["found"]
+
+
+def test_later_outcomes_outlive_a_step_that_gives_the_same_again_and_no_other(port: PortFolder, tmp_path):
+    out = tmp_path / "run"
+    for command in (["preflight"], ["align"], ["build", "--plan-only"]):
+        call(*command, port.file, "--out", out)
+    for command in ("patch", "convert"):
+        code, _, stderr = call(command, port.file, "--out", out)
+        assert (code, "stale" in stderr) == (0, False)
+    code, document, _ = call("report", port.file, "--out", out)
+    assert (code, document["verdict"]) == (0, "pass")
+
+    weights = load_file(port.weights_file)
+    weights["transformer.word_embeddings.weight"][0, 0] += 1
+    save_file(weights, port.weights_file, metadata={"format": "pt"})
+    code, _, stderr = call("convert", port.file, "--out", out)
+    assert code == 0
+    lines = [line for line in stderr.splitlines() if "stale" in line]
+    assert [line.split(":")[0] for line in lines] == ["build", "align"]
+    assert all("checkpoint" in line for line in lines)
+    code, document, _ = call("report", port.file, "--out", out)
+    assert (code, document["verdict"]) == (3, "not_run")
+    assert "stale" in document["summary"]
+
+
+@pytest.mark.parametrize("product", ["patched/medusa_bloom.py", "checkpoint/config.json", "checkpoint/medusa_choices.json"])
+def test_a_product_changed_behind_the_alignment_makes_it_stale(port: PortFolder, tmp_path, product):
+    out = tmp_path / "run"
+    call("align", port.file, "--out", out)
+    file = out / product
+    file.write_text(file.read_text() + "\n")
+    document = call("report", port.file, "--out", out)[1]
+    assert document["verdict"] == "not_run"
+    assert f"stale, rerun it: {'patched files' if 'patched' in product else 'checkpoint'} changed" in document["summary"]
 
 
 def test_captured_tokens_of_the_run_script_are_aligned(port: PortFolder, tmp_path):

@@ -45,14 +45,14 @@ def test_a_step_that_has_not_finished_is_refused(tmp_path):
         folder.require("patch", {})
 
 
-def test_beginning_a_step_forgets_what_rests_on_it(tmp_path):
+def test_beginning_a_step_forgets_its_outcome_and_the_report_that_shows_it(tmp_path):
     folder = open_run_folder(tmp_path / "run", "tiny")
     for step in STEPS:
         folder.begin(step)
     for step in STEPS:
         folder.finish(outcome(step))
     folder.begin("convert")
-    assert [step for step in STEPS if folder.outcome(step)] == ["preflight", "patch"]
+    assert [step for step in STEPS if folder.outcome(step)] == ["preflight", "patch", "build", "align"]
 
 
 def test_damaged_outcome_is_an_error_not_a_pass(tmp_path):
