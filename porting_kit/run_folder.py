@@ -74,7 +74,7 @@ class RunFolder:
         return self.root / step
 
     def begin(self, step: str) -> None:
-        """Forget the step's earlier outcome and that of the report, which shows it: until they rerun, they do not exist.
+        """Forget the step's earlier outcome and the report's, which shows it: until they rerun, they do not exist.
 
         Raises:
             RunFolderError: the folder cannot be written.

@@ -6,17 +6,17 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from porting_kit.architectures import use_family_file
-from porting_kit.errors import VerdictFailed
+from porting_kit.errors import RunFolderError, VerdictFailed
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.port import Port, load_port
 from porting_kit.provenance import fingerprint_path, hash_value
-from porting_kit.run_folder import MARKER, STEPS, RunFolder, open_run_folder, read_json
+from porting_kit.run_folder import MARKER, RunFolder, open_run_folder, read_json
 
 RUNS_FOLDER = "runs"
 OPENING_SECONDS = 30.0
@@ -42,8 +42,8 @@ STEP_FIELDS = {
     ),
     "report": (),
 }
-RESTS_ON_PRODUCTS = ("build", "align")
-"""Steps that read what patch and convert made: while those make the same again, their outcomes hold."""
+MAKES_PRODUCTS, RESTS_ON_PRODUCTS = ("patch", "convert"), ("build", "align")
+"""The second read what the first make: while those make the same again, the outcomes of the second hold."""
 
 
 @dataclass(frozen=True)
@@ -168,15 +168,17 @@ def finish_step(run: PortRun, outcome: StepOutcome, watch: Stopwatch) -> StepOut
     """Stamp time and inputs on an outcome and write it, last."""
     stamped = replace(outcome, seconds=round(watch.seconds, 3), inputs=run.inputs(outcome.step))
     run.folder.finish(stamped)
-    _name_stale_outcomes(run, outcome.step)
+    if outcome.step in MAKES_PRODUCTS:
+        _name_stale_outcomes(run)
     return stamped
 
 
-def _name_stale_outcomes(run: PortRun, step: str) -> None:
-    """Say which outcomes of later steps do not hold any more; the steps that read them refuse them."""
-    for later in STEPS[STEPS.index(step) + 1 : -1]:
-        outcome = run.folder.outcome(later)
-        changed = outcome.changed_inputs(run.inputs(later)) if outcome else []
-        if changed:
-            said = f"{later}: its result is stale now, run it again; changed since: {', '.join(changed)}"
-            print(said, file=sys.stderr)
+def _name_stale_outcomes(run: PortRun) -> None:
+    """Say which outcomes of later steps do not hold any more; whoever reads them refuses them, and damaged ones."""
+    for later in RESTS_ON_PRODUCTS:
+        with suppress(RunFolderError):
+            outcome = run.folder.outcome(later)
+            changed = outcome.changed_inputs(run.inputs(later)) if outcome else []
+            if changed:
+                said = f"{later}: its result is stale now, run it again; changed since: {', '.join(changed)}"
+                print(said, file=sys.stderr)

@@ -7,8 +7,9 @@ would stop), silent gates fail (it would run and be wrong). Whether the emulator
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from porting_kit.conversion.config_fields import FieldRow, build_config
 from porting_kit.conversion.heads import HeadSet, read_head_set
 from porting_kit.conversion.plan import ConversionPlan, plan_conversion
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
-from porting_kit.errors import BaseModelError, PortFileError
+from porting_kit.errors import BaseModelError, PortFileError, RunFolderError
 from porting_kit.kernel_fit.plan import FitPlan
 from porting_kit.medusa.tree import MedusaTree, read_tree
 from porting_kit.medusa.tree_limits import check_tree, trim_tree
 from porting_kit.outcomes import StepOutcome, Verdict
-from porting_kit.port import Port
+from porting_kit.port import Port, load_port
 from porting_kit.releases.facts import find_release_facts
 from porting_kit.releases.kernels import GateResult, KernelProfile, evaluate_gates, kernel_profile
 from porting_kit.releases.pinning import Pin, pin_release
@@ -49,8 +50,9 @@ from porting_kit.releases.resources import (
     memory_gate,
 )
 from porting_kit.releases.shape import AttentionShape, attention_shape
+from porting_kit.run_folder import require_writable
 from porting_kit.source_tree import SourceTree, open_source_tree
-from porting_kit.steps.context import RUNS_FOLDER, PortRun, finish_step, open_port_run, running_step, use_port_family
+from porting_kit.steps.context import RUNS_FOLDER, PortRun, finish_step, open_port_run, running_step
 from porting_kit.steps.fit import describe_fit, plan_port_fit
 from porting_kit.steps.joined_base import open_joined_base
 from porting_kit.steps.prompts import require_prompts
@@ -99,20 +101,26 @@ class PreflightResult:
 def check_port_file(
     port_file: Path, *, run_folder: Path | None = None, overrides: Mapping[str, Any] | None = None
 ) -> PreflightResult:
-    """Preflight of a port file. Writes an outcome only into a run folder that was asked for."""
-    if run_folder is not None:
-        return preflight_port(open_port_run(port_file, run_folder=run_folder, overrides=overrides))
-    from porting_kit.port import load_port
+    """Preflight of a port file, with its outcome in the run folder like every step's.
 
-    port = load_port(port_file, overrides)
-    use_port_family(port)
-    return check_port(port)
+    Where the port's own run folder cannot be written, there is a verdict without an outcome, and it is said on stderr.
+
+    Raises:
+        RunFolderError: a run folder that was asked for belongs to something else, or cannot be written.
+    """
+    try:
+        run = open_port_run(port_file, run_folder=run_folder, overrides=overrides)
+        require_writable(run.folder.step("preflight"))
+    except RunFolderError as error:
+        if run_folder is not None:
+            raise
+        print(f"preflight: its outcome is not kept; {error.message}", file=sys.stderr)
+        return check_port(load_port(port_file, overrides))
+    return preflight_port(run)
 
 
 def preflight_port(run: PortRun) -> PreflightResult:
     """Preflight of a run: the same check, with its outcome written into the run folder."""
-    from dataclasses import replace
-
     with running_step(run, "preflight") as watch:
         result = check_port(run.port, run.folder.root)
         return replace(result, outcome=finish_step(run, result.outcome, watch))

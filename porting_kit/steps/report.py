@@ -88,8 +88,7 @@ def combine_outcomes(outcomes: Mapping[str, StepOutcome]) -> StepOutcome:
         summary = f"{stopped.step}: {stopped.summary}"
         return replace(combined, summary=summary, failing_gate=stopped.failing_gate)
     if missing:
-        hint = "; `preflight` leaves its outcome where it is given `--out`" if "preflight" in missing else ""
-        return replace(combined, summary="not run yet: " + ", ".join(missing) + hint)
+        return replace(combined, summary="not run yet: " + ", ".join(missing))
     alignment = outcomes["align"]
     figures = {**combined.figures, "approximate_fit": alignment.figures.get("approximate_fit")}
     return replace(combined, verdict=alignment.verdict, summary=alignment.summary, figures=figures)

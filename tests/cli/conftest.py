@@ -98,3 +98,10 @@ def port(pristine_port: Path, tmp_path: Path) -> PortFolder:
     """A fresh copy that a test may damage."""
     shutil.copytree(pristine_port, tmp_path / "port")
     return PortFolder(tmp_path / "port")
+
+
+@pytest.fixture(autouse=True)
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every command starts in a folder of its own: run folders that nobody named are made there."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from porting_kit.port import load_port
+from porting_kit.steps.preflight import check_port
 from tests.cli.conftest import PortFolder, make_heads
 from tests.cli.test_commands import call
 
@@ -257,12 +259,13 @@ def test_the_disk_that_is_judged_is_that_of_the_run_folder(port: PortFolder, tmp
     code, document, _ = call("preflight", port.file, "--out", tmp_path / "run")
     assert (code, document["failing_gate"]) == (1, "disk")
     assert asked == [tmp_path / "run"]
-    monkeypatch.chdir(tmp_path)
-    call("preflight", port.file)
+    check_port(load_port(port.file))
     assert asked[1:] == [Path()]
     (tmp_path / "runs").mkdir()
-    call("preflight", port.file)
+    check_port(load_port(port.file))
     assert asked[2:] == [Path("runs")]
+    call("preflight", port.file)
+    assert asked[3:] == [tmp_path / "runs" / "tiny"]
 
 
 def test_preflight_of_a_port_with_a_base_checkpoint_passes_for_a_right_one(port: PortFolder):

@@ -29,12 +29,21 @@ def call(*arguments: object) -> tuple[int, dict, str]:
     return result.exit_code, json.loads(result.stdout), result.stderr
 
 
-def test_preflight_prints_gates_and_leaves_nothing_behind(port: PortFolder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, document, _ = call("preflight", port.file)
-    assert (code, document["verdict"]) == (0, "pass")
+def test_preflight_prints_gates_and_leaves_its_outcome_in_the_ports_run_folder(port: PortFolder, tmp_path):
+    code, document, stderr = call("preflight", port.file)
+    assert (code, document["verdict"], stderr) == (0, "pass", "")
     assert {"name", "value", "verdict", "remedy", "source"} <= set(document["gates"][0])
-    assert not (tmp_path / "runs").exists()
+    written = json.loads((tmp_path / "runs" / "tiny" / "preflight" / "outcome.json").read_text())
+    assert written["verdict"] == "pass"
+
+
+def test_preflight_judges_without_a_run_folder_that_can_be_written_and_says_so(port: PortFolder, tmp_path):
+    (tmp_path / "runs").write_text("in the way")
+    code, document, stderr = call("preflight", port.file)
+    assert (code, document["verdict"]) == (0, "pass")
+    assert "its outcome is not kept" in stderr
+    assert "cannot be written" in stderr
+    assert call("preflight", port.file, "--out", tmp_path / "runs" / "asked")[0] == 2
 
 
 def test_preflight_names_the_silent_alibi_gate_of_a_release(port: PortFolder):
@@ -106,15 +115,22 @@ def test_later_outcomes_outlive_a_step_that_gives_the_same_again_and_no_other(po
     assert "stale" in document["summary"]
 
 
-@pytest.mark.parametrize("product", ["patched/medusa_bloom.py", "checkpoint/config.json", "checkpoint/medusa_choices.json"])
-def test_a_product_changed_behind_the_alignment_makes_it_stale(port: PortFolder, tmp_path, product):
+@pytest.mark.parametrize(
+    ("product", "said"),
+    [
+        ("patched/medusa_bloom.py", "patched files"),
+        ("checkpoint/config.json", "checkpoint"),
+        ("checkpoint/medusa_choices.json", "checkpoint"),
+    ],
+)
+def test_a_product_changed_behind_the_alignment_makes_it_stale(port: PortFolder, tmp_path, product, said):
     out = tmp_path / "run"
     call("align", port.file, "--out", out)
     file = out / product
     file.write_text(file.read_text() + "\n")
     document = call("report", port.file, "--out", out)[1]
     assert document["verdict"] == "not_run"
-    assert f"stale, rerun it: {'patched files' if 'patched' in product else 'checkpoint'} changed" in document["summary"]
+    assert f"stale, rerun it: {said} changed" in document["summary"]
 
 
 def test_captured_tokens_of_the_run_script_are_aligned(port: PortFolder, tmp_path):

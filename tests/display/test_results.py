@@ -96,11 +96,13 @@ def test_a_release_is_named_only_where_one_takes_the_model():
     assert "fold_alibi" in bloom, "what would mend it"
 
 
-def test_preflight_in_a_terminal_says_when_no_kernel_was_judged():
-    text = format_preflight(check_port_file(DEMO_PORT))
+def test_preflight_in_a_terminal_says_when_no_kernel_was_judged(tmp_path):
+    text = format_preflight(check_port_file(DEMO_PORT, run_folder=tmp_path))
     assert "kernels: not judged" in text
     assert f"release to build with: {NONE_TAKES_IT}" in text
-    judged = format_preflight(check_port_file(DEMO_PORT, overrides={"kernel": "release:0.13.0", "fit": "auto"}))
+    judged = format_preflight(
+        check_port_file(DEMO_PORT, run_folder=tmp_path, overrides={"kernel": "release:0.13.0", "fit": "auto"})
+    )
     assert "not judged" not in judged
     assert NONE_TAKES_IT not in judged
 
