@@ -8,7 +8,7 @@ capture script, which runs the engine there on the port's prompts, and the comma
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from porting_kit.engine.plan import plan_build
 from porting_kit.engine.record import write_record
 from porting_kit.engine.run import CommandRun, find_environment, run_command
 from porting_kit.engine.run_script import write_prompt_file
-from porting_kit.errors import PortingKitError
+from porting_kit.errors import KernelRefusal, PortingKitError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.run_folder import write_json, write_text
 from porting_kit.steps.context import PortRun, finish_step, running_step
@@ -80,7 +80,9 @@ def build_port(
     Raises:
         RunFolderError: a step before is missing or stale.
         CheckpointError, TreeError, PortFileError, SourceTreeError: no command line can be right.
+        KernelRefusal: preflight refuses the port; nothing is planned, and the outcome says so.
     """
+    preflight = _require_possible(run)
     require_steps(run, "patch", "convert")
     with running_step(run, "build") as watch:
         plan, basis = plan_port(run, run.folder.root, keep_logits)
@@ -90,8 +92,32 @@ def build_port(
         write_text(run.folder.engine / SCRIPT_FILE, _as_script(portable, record=run_plan is not None))
         executed = None if plan_only else _execute(run, plan, on_phase, time_limit_seconds)
         written = (PLAN_FILE, SCRIPT_FILE, *(KIT_FILES if run_plan else ()))
-        outcome = _judge(plan, basis, executed, remarks, written)
+        outcome = _judge(plan, basis, executed, (*_describe_preflight(preflight, plan), *remarks), written)
         return BuildResult(finish_step(run, outcome, watch), portable, executed, run_plan)
+
+
+def _require_possible(run: PortRun) -> StepOutcome:
+    """Preflight's verdict on the port's engine. A refusal is left as the outcome, and raised as KernelRefusal."""
+    from porting_kit.steps.preflight import judge_engine
+
+    verdict = judge_engine(run.port)
+    if verdict.verdict is not Verdict.REFUSED:
+        return verdict
+    next_step = verdict.figures["next_step"]
+    with running_step(run, "build") as watch:
+        finish_step(run, replace(verdict, step="build", figures={"next_step": next_step}), watch)
+    raise KernelRefusal(
+        f"no engine can be planned, for preflight refuses the port: {verdict.summary}",
+        where=f"gate {verdict.failing_gate!r}",
+        next_step=next_step,
+    )
+
+
+def _describe_preflight(verdict: StepOutcome, plan: CommandPlan) -> tuple[str, ...]:
+    if verdict.figures["target_release"] is None:
+        ask = f"porting-kit preflight PORT.yaml -p kernel=release:{plan.release}"
+        return (f"the port names no release, so nobody asked whether kernels of {plan.release} take the model: {ask}",)
+    return () if verdict.verdict is Verdict.PASS else (f"preflight fails this port: {verdict.summary}",)
 
 
 def plan_port(run: PortRun, root: Path, keep_logits: bool = False) -> tuple[CommandPlan, str]:

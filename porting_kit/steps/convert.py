@@ -6,16 +6,19 @@ that was stopped is continued by the next. A receipt of both sides goes with it.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from porting_kit.conversion import ConversionOutcome, add_heads, convert_checkpoint
 from porting_kit.conversion.estimate import ConversionEstimate, estimate_conversion
 from porting_kit.conversion.output_folder import RECEIPT
+from porting_kit.errors import PortingKitError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.steps.context import PortRun, finish_step, running_step
 from porting_kit.steps.conversion_inputs import TREE_FILE, ConversionInputs, open_conversion
 from porting_kit.steps.fit import describe_fit, measure_port_activations
+from porting_kit.steps.preflight import judge_engine
 from porting_kit.steps.progress import ProgressBar
 
 __all__ = ["RECEIPT", "TREE_FILE", "ConvertResult", "EstimateResult", "convert_port", "estimate_port"]
@@ -66,6 +69,9 @@ def convert_port(run: PortRun, *, verify: bool = True, workers: int | None = Non
             expected = estimate_conversion(inputs.plan(), inputs.sources, run.folder.checkpoint)
             if expected.output_bytes > ANNOUNCED_BYTES:
                 bar.say(expected.describe())
+            warnings = _warn_of_engine(run)
+            for warning in warnings:
+                bar.say(warning)
             options = {
                 "heads": inputs.heads,
                 "release": inputs.release,
@@ -86,7 +92,7 @@ def convert_port(run: PortRun, *, verify: bool = True, workers: int | None = Non
                     fit=inputs.fit.for_conversion(activations) if inputs.fit.steps else None,
                     **options,
                 )
-        return ConvertResult(finish_step(run, _judge(run, inputs, conversion), watch), conversion)
+        return ConvertResult(finish_step(run, _judge(run, inputs, conversion, warnings), watch), conversion)
 
 
 def estimate_port(run: PortRun) -> EstimateResult:
@@ -94,11 +100,27 @@ def estimate_port(run: PortRun) -> EstimateResult:
     inputs = open_conversion(run.port)
     plan = inputs.plan()
     estimate = estimate_conversion(plan, inputs.sources, run.folder.checkpoint, probe=True)
+    for warning in _warn_of_engine(run):
+        print(f"convert: {warning}", file=sys.stderr)
     outcome = StepOutcome("convert", Verdict.PASS, estimate.describe(), figures=estimate.as_dict())
     return EstimateResult(outcome, estimate)
 
 
-def _judge(run: PortRun, inputs: ConversionInputs, conversion: ConversionOutcome) -> StepOutcome:
+def _warn_of_engine(run: PortRun) -> tuple[str, ...]:
+    """What preflight says against an engine of this port: the emulator can run such a checkpoint all the same."""
+    try:
+        preflight = judge_engine(run.port)
+    except PortingKitError as error:
+        return (f"preflight refuses this port: {error.subject}",)
+    words = {Verdict.REFUSED: "refuses", Verdict.FAIL: "fails"}
+    if preflight.verdict not in words:
+        return ()
+    return (f"preflight {words[preflight.verdict]} an engine of this port: {preflight.summary}",)
+
+
+def _judge(
+    run: PortRun, inputs: ConversionInputs, conversion: ConversionOutcome, warnings: tuple[str, ...]
+) -> StepOutcome:
     names = sorted(file.name for file in conversion.files)
     proved = (
         f"{conversion.verified} proved by the inverse rules" if conversion.verified else "not yet proved (--verify)"
@@ -122,7 +144,7 @@ def _judge(run: PortRun, inputs: ConversionInputs, conversion: ConversionOutcome
             "bytes": sum((run.folder.checkpoint / name).stat().st_size for name in names),
             "seconds_converting": round(conversion.seconds, 3),
             "resumed_spans": conversion.resumed_spans,
-            "warnings": list(conversion.warnings),
+            "warnings": [*warnings, *conversion.warnings],
             "fit": describe_fit(inputs.fit),
         },
         products=tuple(f"checkpoint/{name}" for name in (*names, RECEIPT, TREE_FILE)),

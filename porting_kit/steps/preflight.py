@@ -6,7 +6,6 @@ would stop), silent gates fail (it would run and be wrong). Whether the emulator
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from porting_kit.architectures.base_config import BaseConfig, read_base_config
-from porting_kit.architectures.release_needs import find_release_faults
 from porting_kit.conversion.base_checkpoint import plan_joining
 from porting_kit.conversion.config_fields import FieldRow, build_config
 from porting_kit.conversion.heads import HeadSet, read_head_set
@@ -24,40 +22,19 @@ from porting_kit.errors import BaseModelError, PortFileError, RunFolderError
 from porting_kit.kernel_fit.plan import FitPlan
 from porting_kit.medusa.tree import MedusaTree, read_tree
 from porting_kit.medusa.tree_limits import check_tree, trim_tree
-from porting_kit.outcomes import StepOutcome, Verdict
+from porting_kit.outcomes import StepOutcome
 from porting_kit.port import Port, load_port
-from porting_kit.releases.facts import find_release_facts
 from porting_kit.releases.kernels import GateResult, KernelProfile, evaluate_gates, kernel_profile
 from porting_kit.releases.pinning import Pin, pin_release
-from porting_kit.releases.port_gates import (
-    batch_gate,
-    dtype_gate,
-    length_gate,
-    model_class_gate,
-    pipeline_parallel_gate,
-    position_gate,
-    tensor_parallel_gate,
-    tree_gate,
-    vocabulary_gate,
-    window_gate,
-)
-from porting_kit.releases.resources import (
-    DTYPE_BYTES,
-    count_parameters,
-    disk_gate,
-    estimate_memory,
-    kv_bytes_per_token,
-    memory_gate,
-)
 from porting_kit.releases.shape import AttentionShape, attention_shape
 from porting_kit.run_folder import require_writable
 from porting_kit.source_tree import SourceTree, open_source_tree
 from porting_kit.steps.context import RUNS_FOLDER, PortRun, finish_step, open_port_run, running_step
-from porting_kit.steps.fit import describe_fit, plan_port_fit
+from porting_kit.steps.fit import plan_port_fit
 from porting_kit.steps.joined_base import open_joined_base
+from porting_kit.steps.port_gates import MAX_DRAFT_LEN, judge_gates, list_port_gates, list_resource_gates
 from porting_kit.steps.prompts import require_prompts
 
-MAX_DRAFT_LEN = 63
 STOCK_TREE = "mc_sim_7b_63"
 
 
@@ -75,7 +52,7 @@ class PreflightResult:
         field_table: the config fields the checkpoint would get.
         shape: the attention shape as it is.
         fit: the kernel fit that was planned; None when `auto` finds none.
-        target_release: the release whose kernels were judged, None when the port names none.
+        profile: the kernels that were judged; those of no release when the port names none.
         pin: which release to build with, and why.
     """
 
@@ -88,7 +65,7 @@ class PreflightResult:
     field_table: tuple[FieldRow, ...]
     shape: AttentionShape
     fit: FitPlan | None
-    target_release: str | None
+    profile: KernelProfile
     pin: Pin
 
     def document(self) -> dict[str, Any]:
@@ -127,7 +104,7 @@ def preflight_port(run: PortRun) -> PreflightResult:
 
 
 def check_port(port: Port, run_folder: Path | None = None) -> PreflightResult:
-    """Evaluate every gate of a port; writes nothing.
+    """Evaluate every gate of a port, and look for its prompts; writes nothing.
 
     Args:
         run_folder: where the products would go; the port's own under the working directory when None.
@@ -136,6 +113,20 @@ def check_port(port: Port, run_folder: Path | None = None) -> PreflightResult:
         PortFileError, SourceTreeError, BaseModelError, HeadsError, TreeError, ConversionError: unusable input.
         CheckpointError: the port's base checkpoint cannot be used.
     """
+    result = evaluate_port(port, run_folder)
+    require_prompts(port)
+    return result
+
+
+def judge_engine(port: Port) -> StepOutcome:
+    """Preflight's verdict on a port's engine, for the steps after it: without the prompts, and without the disk."""
+    result = evaluate_port(port)
+    gates = tuple(gate for gate in result.gates if gate.name != "disk")
+    return judge_gates(gates, result.profile, result.pin, result.fit)
+
+
+def evaluate_port(port: Port, run_folder: Path | None = None) -> PreflightResult:
+    """Every gate of a port, as `check_port` evaluates them."""
     source_tree = open_port_tree(port)
     source = open_tensor_source(port.base_path)
     profile = target_profile(port, source_tree)
@@ -147,7 +138,6 @@ def check_port(port: Port, run_folder: Path | None = None) -> PreflightResult:
     )  # ranks are a gate below, with the sizes that would work, not an error here
     base = plan.base
     base.require_supported()
-    require_prompts(port)
     source_tree.find_model(base.architecture)
     tree = read_port_tree(port, heads)
     _, field_table = build_config(base, dtype=port.dtype, heads=heads, max_draft_len=MAX_DRAFT_LEN)
@@ -159,12 +149,12 @@ def check_port(port: Port, run_folder: Path | None = None) -> PreflightResult:
     fitted = fit.fitted if fit is not None else shape
     gates = (
         *evaluate_gates(shape, profile, fitted=fitted),
-        *_port_gates(port, base, heads, tree, profile, shape),
-        *_resource_gates(port, base, heads, tree, plan, fitted, run_folder or Path(RUNS_FOLDER) / port.name),
+        *list_port_gates(port, base, heads, tree, profile, shape),
+        *list_resource_gates(port, base, heads, tree, plan, fitted, run_folder or Path(RUNS_FOLDER) / port.name),
     )
     pin = pin_release(fitted)
     return PreflightResult(
-        outcome=_judge(gates, profile, pin, fit),
+        outcome=judge_gates(gates, profile, pin, fit),
         gates=gates,
         base=base,
         heads=heads,
@@ -173,7 +163,7 @@ def check_port(port: Port, run_folder: Path | None = None) -> PreflightResult:
         field_table=field_table,
         shape=shape,
         fit=fit,
-        target_release=profile.release,
+        profile=profile,
         pin=pin,
     )
 
@@ -256,113 +246,6 @@ def _plan_fit_if_possible(port: Port, base: BaseConfig, profile: KernelProfile) 
         return None
 
 
-def _port_gates(
-    port: Port, base: BaseConfig, heads: HeadSet, tree: MedusaTree, profile: KernelProfile, shape: AttentionShape
-) -> tuple[GateResult, ...]:
-    target = port.target
-    gates = [
-        tensor_parallel_gate(
-            tp_size=target.tp_size,
-            query_heads=base.num_heads,
-            kv_heads=base.num_kv_heads,
-            intermediate_size=base.intermediate_size,
-        ),
-        pipeline_parallel_gate(pp_size=target.pp_size, num_layers=base.num_layers),
-        vocabulary_gate(vocab_size=base.vocab_size, tp_size=target.tp_size, head_rows=heads.vocab_size),
-        tree_gate(num_drafts=tree.num_drafts, depth=tree.depth, num_heads=heads.num_heads, max_draft_len=MAX_DRAFT_LEN),
-        dtype_gate(source_dtype=base.dtype, dtype=port.dtype),
-        length_gate(
-            max_seq_len=target.max_seq_len,
-            max_input_len=target.max_input_len,
-            max_positions=base.max_positions,
-            position_kind=base.position_kind,
-            scaling_factor=float((base.rope_scaling or {}).get("factor") or 1.0),
-        ),
-    ]
-    window = shape.sliding_window
-    if profile.limits is None and window is not None and not shape.window_varies and target.max_seq_len > window:
-        gates.append(window_gate(window=window, max_seq_len=target.max_seq_len))
-    if profile.release is not None:
-        facts = find_release_facts(profile.release)
-        gates += [
-            position_gate(
-                position_kind=base.position_kind, rope_scaling=base.rope_scaling, facts=facts, release=profile.release
-            ),
-            batch_gate(max_batch_size=target.max_batch_size, release=profile.release, facts=facts),
-        ]
-        gates += [model_class_gate(fault, profile.release) for fault in find_release_faults(base, profile.release)]
-    return tuple(gates)
-
-
-def _resource_gates(
-    port: Port,
-    base: BaseConfig,
-    heads: HeadSet,
-    tree: MedusaTree,
-    plan: ConversionPlan,
-    fitted: AttentionShape,
-    run_folder: Path,
-) -> tuple[GateResult, ...]:
-    target = port.target
-    parameters = count_parameters(piece.shape for planned in plan.tensors for piece in planned.pieces)
-    cache_dtype = port.dtype if target.kv_cache_type == "auto" else target.kv_cache_type
-    estimate = estimate_memory(
-        parameters=parameters,
-        dtype=port.dtype,
-        kv_token_bytes=kv_bytes_per_token(
-            num_layers=base.num_layers,
-            kv_heads=fitted.kv_heads,
-            head_size=fitted.head_size,
-            cache_dtype=cache_dtype,
-            tp_size=target.tp_size,
-            pp_size=target.pp_size,
-        ),
-        max_batch_size=target.max_batch_size,
-        max_seq_len=target.max_seq_len,
-        num_nodes=tree.num_nodes,
-        num_heads=heads.num_heads,
-        vocab_size=base.vocab_size,
-        hidden_size=base.hidden_size,
-        intermediate_size=base.intermediate_size,
-        max_num_tokens=max(target.max_input_len, target.max_batch_size * tree.num_nodes),
-        tokens_per_block=target.tokens_per_block,
-        tp_size=target.tp_size,
-        pp_size=target.pp_size,
-    )
-    place = next(folder for folder in (run_folder, *run_folder.parents) if folder.exists())
-    free = shutil.disk_usage(place).free
-    return (
-        memory_gate(estimate, card_bytes=None),
-        disk_gate(weight_bytes=parameters * DTYPE_BYTES[port.dtype], free_bytes=free),
-    )
-
-
-def _judge(gates: tuple[GateResult, ...], profile: KernelProfile, pin: Pin, fit: FitPlan | None) -> StepOutcome:
-    refused = [gate for gate in gates if gate.verdict == "refused"]
-    silent = [gate for gate in gates if gate.verdict == "silent" and gate.name not in ADVISORY_GATES]
-    # Where no fit was found, what stands in its way is a gate that no transform mends.
-    if fit is None:
-        refused.sort(key=lambda gate: bool(gate.mended_by))
-    worst = (refused or silent or [None])[0]
-    where = f"TensorRT-LLM {profile.release}" if profile.release else "no release named, kernel gates not judged"
-    figures: dict[str, Any] = {
-        "target_release": profile.release,
-        "gates_passed": sum(gate.verdict == "pass" for gate in gates),
-        "gates_refused": [gate.name for gate in refused],
-        "gates_silent": [gate.name for gate in gates if gate.verdict == "silent"],
-        "pin": pin.candidate.facts.name,
-        "pin_reason": pin.reason,
-        "fit": describe_fit(fit) if fit is not None else None,
-        "gates": [gate.as_dict() for gate in gates],
-    }
-    if worst is None:
-        return StepOutcome("preflight", Verdict.PASS, f"{len(gates)} gates pass ({where})", figures=figures)
-    verdict = Verdict.REFUSED if refused else Verdict.FAIL
-    figures["next_step"] = worst.remedy
-    summary = f"{worst.name}: {worst.value} ({where}); {worst.effect}"
-    return StepOutcome("preflight", verdict, summary, figures=figures, failing_gate=worst.name)
-
-
 VALUE_COLUMNS = 48
 """Longer values are cut in the terminal's table; `--json` has them whole."""
 
@@ -380,10 +263,6 @@ def describe_pin(pin: Pin) -> str:
     return f"none takes the model as it is. Nearest: {pin.reason}. To mend it: {gate.remedy}"
 
 
-ADVISORY_GATES = ("dtype", "lengths", "batch", "pipeline parallel")
-"""Silent gates that warn: what they say may or may not happen, and the align step can tell."""
-
-
 def format_preflight(result: PreflightResult) -> str:
     """One table for a terminal: gate, value, verdict, remedy."""
     rows = [("gate", "value", "verdict", "remedy")]
@@ -399,7 +278,7 @@ def format_preflight(result: PreflightResult) -> str:
     if result.fit is not None and result.fit.steps:
         lines.append(f"fit: {result.fit}")
     lines.append(f"release to build with: {describe_pin(result.pin)}")
-    if result.target_release is None:
+    if result.profile.release is None:
         lines.append("kernels: not judged, for no release is named; name one with -p kernel=release:<release>")
     lines.append(f"preflight: {result.outcome.verdict.value} - {result.outcome.summary}")
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """The commands around the engine: a log from elsewhere, serving settings, the build's files."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -87,10 +88,14 @@ def test_a_quantised_config_of_another_shape_is_a_clear_error(port, tmp_path):
     assert "unusable quantization" in document["error"]["subject"]
 
 
+# A release whose kernels take the port: half precision, its ALiBi bias and head size fitted.
+BUILDABLE = ("-p", "trtllm.release=0.13.0", "-p", "dtype=float16", "-p", "fit=auto")
+
+
 @pytest.mark.parametrize("name", ["build.sh", "run.sh", "capture.py", "prompts.csv", "build_plan.json"])
 def test_a_plan_leaves_everything_the_other_machine_needs(port, tmp_path, name):
     out = tmp_path / "run"
-    code, document, _ = call("build", port.file, "--plan-only", "-p", "trtllm.release=0.13.0", "--out", out)
+    code, document, _ = call("build", port.file, "--plan-only", *BUILDABLE, "--out", out)
     assert (code, document["verdict"]) == (0, "pass")
     assert f"engine/{name}" in document["products"]
     assert (out / "engine" / name).stat().st_size
@@ -100,8 +105,36 @@ def test_a_plan_leaves_everything_the_other_machine_needs(port, tmp_path, name):
 def test_a_base_whose_prompts_cannot_be_made_is_still_planned(port, tmp_path):
     out = tmp_path / "run"
     port.edit_port(alignment={"prompts": ["a text, and no tokenizer"], "new_tokens": 8})
-    code, document, _ = call("build", port.file, "--plan-only", "-p", "trtllm.release=0.13.0", "--out", out)
+    code, document, _ = call("build", port.file, "--plan-only", *BUILDABLE, "--out", out)
     assert (code, document["verdict"]) == (0, "pass")
     assert any(remark.startswith("no capture script") for remark in document["figures"]["remarks"])
     assert not (out / "engine" / "capture.py").exists()
     assert "capture.py" not in (out / "engine" / "build.sh").read_text()
+
+
+def test_what_preflight_refuses_is_not_planned_and_said_in_the_same_words(port, tmp_path):
+    out, release = tmp_path / "run", ("-p", "trtllm.release=0.13.0", "-p", "dtype=float16")
+    code, preflight, _ = call("preflight", port.file, *release, "--out", out)
+    assert (code, preflight["verdict"], preflight["failing_gate"]) == (1, "refused", "head size")
+    code, document, _ = call("build", port.file, "--plan-only", *release, "--out", out)
+    assert (code, document["verdict"]) == (1, "refused")
+    assert preflight["summary"] in document["error"]["subject"]
+    assert document["error"]["next_step"] == preflight["figures"]["next_step"]
+    assert not (out / "checkpoint").exists(), "it is said before anything is converted"
+    assert not (out / "engine").exists()
+    assert json.loads((out / "build" / "outcome.json").read_text())["verdict"] == "refused"
+
+    code, document, stderr = call("convert", port.file, *release, "--out", out)
+    assert code == 0, "the emulator can run such a checkpoint"
+    assert f"preflight refuses an engine of this port: {preflight['summary']}" in stderr
+    assert preflight["summary"] in document["figures"]["warnings"][0]
+
+
+def test_a_plan_says_what_preflight_fails_or_did_not_judge(port, tmp_path):
+    code, document, _ = call("build", port.file, "--plan-only", "--out", tmp_path / "unnamed")
+    assert code == 0
+    assert any("names no release" in remark for remark in document["figures"]["remarks"])
+    demo, release = Path(__file__).parents[2] / "notebooks" / "ports" / "bloom-mini.yaml", "trtllm.release=0.13.0"
+    code, document, _ = call("build", demo, "--plan-only", "-p", release, "--out", tmp_path / "silent")
+    assert code == 0
+    assert any("preflight fails this port: ALiBi" in remark for remark in document["figures"]["remarks"])
