@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -16,6 +16,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from porting_kit.engine.capture_evidence import FORMAT
+from porting_kit.engine.engine_config import name_mode
 from porting_kit.engine.messages import RecognisedMessage, recognise_messages
 from porting_kit.errors import CapturedFileError
 from porting_kit.releases.build_flags import compare_releases
@@ -62,6 +63,7 @@ class CaptureFile:
         logits: prompt number -> float32 [tokens, Vp] of the main run; empty when none were kept.
         died: code and end of the log, when the process went down.
         is_complete: every run was tried.
+        build_config: plain settings of the engine's own config.json.
     """
 
     where: Path
@@ -74,6 +76,7 @@ class CaptureFile:
     logits: Mapping[int, np.ndarray]
     died: Mapping[str, Any] | None
     is_complete: bool
+    build_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -183,6 +186,7 @@ def _assemble(file: Path, document: Mapping[str, Any], arrays: Mapping[str, np.n
         logits=logits,
         died=document.get("died"),
         is_complete=bool(document["complete"]),
+        build_config=document["engine"].get("build_config") or {},
     )
 
 
@@ -208,6 +212,30 @@ def _read_run(run: Mapping[str, Any], num_prompts: int) -> CapturedRun:
     )
 
 
+def _check_engine(capture: CaptureFile, num_drafts: int) -> None:
+    """The engine's mode and draft limit, as far as the file states them: either explains all the other differences."""
+    mode, limit = (
+        name_mode(capture.build_config.get("speculative_decoding_mode")),
+        capture.build_config.get("max_draft_len"),
+    )
+    if mode not in (None, "medusa"):
+        raise CapturedFileError(
+            f"the engine that was captured runs in another mode: {mode}",
+            expected="medusa",
+            found=mode,
+            where=capture.where,
+            next_step="build with the planned command, and capture again",
+        )
+    if isinstance(limit, int) and limit < num_drafts:
+        raise CapturedFileError(
+            f"the engine that was captured allows {limit} draft tokens a step",
+            expected=f"at least {num_drafts}, the drafts of the port's tree",
+            found=f"max_draft_len {limit}",
+            where=capture.where,
+            next_step="build with the planned command, or use a smaller tree, and capture again",
+        )
+
+
 def check_capture(
     capture: CaptureFile,
     *,
@@ -230,10 +258,11 @@ def check_capture(
         planned_release: the release of the plan; None leaves it out.
 
     Raises:
-        CapturedFileError: another port's prompts, tree, length or checkpoint; ids outside the vocabulary; an engine
-            of a release that differs in what matters here.
+        CapturedFileError: an engine of another mode or of too small a draft limit; another port's prompts, tree, length
+            or checkpoint; ids outside the vocabulary; an engine of a release that differs in what matters here.
     """
     request, where = capture.request, capture.where
+    _check_engine(capture, len(choices))
     known = {tuple(prompt) for prompt in prompts}
     strangers = [index for index, prompt in enumerate(capture.prompts) if tuple(prompt) not in known]
     again = "run the build step again for this port, and capture with the script it writes"

@@ -92,7 +92,7 @@ def read_engine_config(folder: str | Path) -> EngineConfig:
     return EngineConfig(
         release=str(document["version"]),
         architecture=str(model.get("architecture")),
-        mode=_mode_name(build.get("speculative_decoding_mode")),
+        mode=name_mode(build.get("speculative_decoding_mode")),
         max_draft_len=next((limit for limit in limits if limit is not None), 0),
         num_medusa_heads=fields.read_count(model, "num_medusa_heads") or 0,
         max_batch_size=fields.read_count(build, "max_batch_size") or 1,
@@ -136,7 +136,8 @@ class _Fields:
         )
 
 
-def _mode_name(value: object) -> str | None:
+def name_mode(value: object) -> str | None:
+    """The speculative decoding mode as a word, from a config's number or text; None where it has none."""
     if value is None:
         return None
     if isinstance(value, int):

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from porting_kit.engine.capture_evidence import RECORD_NAME, check_engine_folder
 from porting_kit.engine.engine_config import EngineConfig, read_engine_config
-from porting_kit.engine.record import check_engine, read_record, require_same_port
+from porting_kit.engine.record import check_engine, mode_gate, read_record, require_same_port
 from porting_kit.errors import CheckpointError
+from porting_kit.releases.kernels import GateResult
 
-MODEL_FIELDS = (
-    "architecture",
-    "dtype",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "num_medusa_heads",
-    "max_draft_len",
-    "mapping",
-)
-"""What an engine's config repeats of its checkpoint's."""
+MODEL_FIELDS = ("architecture", "dtype", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""What an engine's config repeats of its checkpoint's model."""
+RUN_FIELDS = {
+    "num_medusa_heads": "number of Medusa heads",
+    "max_draft_len": "draft limit",
+    "mapping": "number of ranks",
+}
+"""What it repeats of how the model is run. An engine of the same model may differ in these, and is told so first."""
 RANKS = ("tp_size", "pp_size")
 
 
@@ -50,13 +47,14 @@ def open_engine_folder(
         compute_capability: of the card the port is for ("9.0").
 
     Raises:
-        CheckpointError: a file is missing or empty; or the engine is of another release, model, tree, checkpoint or
-            card, or has no record to tell.
+        CheckpointError: a file is missing or empty; or the engine is of another release, mode, draft limit, number of
+            heads or ranks, model, tree, checkpoint or card, or has no record to tell.
     """
     engine = read_engine_config(folder)
     if problem := check_engine_folder(folder, engine.tp_size * engine.pp_size):
         raise CheckpointError("the engine folder holds no whole engine", found=problem, where=folder)
     _require_release(engine, release)
+    _require_run(engine, config)
     _require_model(engine, config)
     _require_tree(engine, choices)
     if not (folder / RECORD_NAME).is_file():
@@ -84,14 +82,37 @@ def _require_release(engine: EngineConfig, release: str) -> None:
         )
 
 
-def _require_model(engine: EngineConfig, config: Mapping[str, Any]) -> None:
-    unlike = []
-    for name in MODEL_FIELDS:
-        wanted, found = config.get(name), engine.model.get(name)
-        if name == "mapping":
-            wanted, found = (tuple((mapping or {}).get(size, 1) for size in RANKS) for mapping in (wanted, found))
+def _require_run(engine: EngineConfig, config: Mapping[str, Any]) -> None:
+    """The mode, then each limit by its name."""
+    gate = mode_gate(engine)
+    if gate.verdict == "refused":
+        _refuse_gate(engine, gate)
+    for name, words in RUN_FIELDS.items():
+        wanted, found = _read_field(config, name), _read_field(engine.model, name)
         if wanted is not None and wanted != found:
-            unlike.append(f"{name}: {found} instead of {wanted}")
+            raise CheckpointError(
+                f"the engine was built for another {words}",
+                expected=f"{name}: {wanted}, as the port's checkpoint says",
+                found=found,
+                where=engine.where,
+                next_step="build again from this port's checkpoint",
+            )
+
+
+def _read_field(config: Mapping[str, Any], name: str) -> Any:
+    if name != "mapping":
+        return config.get(name)
+    mapping = config.get(name) or {}
+    return ", ".join(f"{size} {mapping.get(size, 1)}" for size in RANKS)
+
+
+def _require_model(engine: EngineConfig, config: Mapping[str, Any]) -> None:
+    pairs = {name: (config.get(name), engine.model.get(name)) for name in MODEL_FIELDS}
+    unlike = [
+        f"{name}: {found} instead of {wanted}"
+        for name, (wanted, found) in pairs.items()
+        if wanted is not None and wanted != found
+    ]
     if unlike:
         raise CheckpointError(
             "the engine was built from another model",
@@ -107,10 +128,14 @@ def _require_tree(engine: EngineConfig, choices: Sequence[Sequence[int]]) -> Non
     depth = max(map(len, choices))
     for gate in check_engine(engine, num_drafts=len(choices), depth=depth):
         if gate.verdict == "refused":
-            raise CheckpointError(
-                f"the engine cannot run this tree: {gate.name}",
-                expected=gate.expected,
-                found=gate.value,
-                where=engine.where,
-                next_step=gate.remedy,
-            )
+            _refuse_gate(engine, gate)
+
+
+def _refuse_gate(engine: EngineConfig, gate: GateResult) -> NoReturn:
+    raise CheckpointError(
+        f"the engine cannot run this tree: {gate.name}",
+        expected=gate.expected,
+        found=gate.value,
+        where=engine.where,
+        next_step=gate.remedy,
+    )

@@ -36,7 +36,7 @@ def check_engine(
         planned_release: the release of the plan, None to leave it out.
     """
     gates = [
-        _mode_gate(engine),
+        mode_gate(engine),
         tree_gate(
             num_drafts=num_drafts, depth=depth, num_heads=engine.num_medusa_heads, max_draft_len=engine.max_draft_len
         ),
@@ -49,7 +49,8 @@ def check_engine(
     return tuple(gates)
 
 
-def _mode_gate(engine: EngineConfig) -> GateResult:
+def mode_gate(engine: EngineConfig) -> GateResult:
+    """Whether the engine was built for Medusa at all: by its mode, in early releases by its draft limit."""
     source = "cpp/tensorrt_llm/runtime/gptJsonConfig.cpp 0.14.0.dev2024100800 l.227"
     if engine.mode in (None, "medusa") and engine.max_draft_len > 0:
         value = engine.mode or f"by the draft limit, {engine.max_draft_len}"

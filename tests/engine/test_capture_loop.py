@@ -25,8 +25,9 @@ from porting_kit.alignment.reference import load_reference
 from porting_kit.engine.capture_runtimes import close_at_end
 from porting_kit.engine.captured_runs import read_capture_file
 from porting_kit.errors import CapturedFileError
-from porting_kit.outcomes import Coverage, Verdict
+from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.port import load_port
+from porting_kit.steps import preflight
 from porting_kit.steps.align import align_port
 from porting_kit.steps.build import build_port
 from porting_kit.steps.capture_request import make_capture_request
@@ -71,6 +72,9 @@ def built(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PATH", "STAND_IN_RELEASE"):
             patch.setenv(name, environment[name])
+        # The stand-in is no kernel: it takes the float32 and the small heads that preflight refuses for a real engine.
+        fits = StepOutcome("preflight", Verdict.PASS, "", figures={"target_release": RELEASE})
+        patch.setattr(preflight, "judge_engine", lambda port: fits)
         result = build_port(run, keep_logits=True)
     assert result.outcome.verdict is Verdict.PASS, result.outcome.summary
     return root
@@ -356,6 +360,12 @@ class TestEngineFolder:
             assert theirs[key] == ours[key]
 
 
+def other_mode_and_prompts(document: dict) -> None:
+    """The mode is said first: it explains whatever else differs."""
+    document["engine"].update(build_config={"speculative_decoding_mode": 8})
+    document["request"]["prompts"][0].append(7)
+
+
 class TestForeignFiles:
     """Files that are refused before a token is judged."""
 
@@ -374,6 +384,9 @@ class TestForeignFiles:
             (lambda document: document["request"].update(checkpoint="0"), "another checkpoint"),
             (lambda document: document["request"].update(new_tokens=8), "another number of new tokens"),
             (lambda document: document["engine"].update(version="0.9.0"), "of another release"),
+            (lambda document: document["engine"].update(build_config={"speculative_decoding_mode": 8}), "lookahead"),
+            (lambda document: document["engine"].update(build_config={"max_draft_len": 1}), "allows 1 draft tokens"),
+            (other_mode_and_prompts, "another mode: lookahead_decoding"),
             (lambda document: document.update(format=2), "another format"),
             (lambda document: document.pop("runs"), "lacks a part"),
             (lambda document: document["runs"][0]["tokens"][0][0].append(10**6), "outside the vocabulary"),

@@ -90,15 +90,29 @@ def test_an_engine_without_a_record_is_refused_and_the_way_to_one_is_said(engine
         ({"release": "0.13.0"}, "another release"),
         ({"compute_capability": "8.0"}, "another card"),
         ({"choices": [[0]]}, "another tree"),
-        ({"config": MODEL | {"num_medusa_heads": 3}}, "another model"),
+        ({"config": MODEL | {"num_medusa_heads": 3}}, "another number of Medusa heads"),
+        ({"config": MODEL | {"max_draft_len": 31}}, "another draft limit"),
         ({"config": MODEL | {"architecture": "LlamaForCausalLM"}}, "another model"),
-        ({"config": MODEL | {"mapping": {"tp_size": 2}}}, "another model"),
+        ({"config": MODEL | {"mapping": {"tp_size": 2}}}, "another number of ranks"),
         ({"choices": [[rank] for rank in range(64)]}, "cannot run this tree"),
     ],
 )
 def test_an_engine_of_something_else_is_refused(engine, changes, said):
     with pytest.raises(CheckpointError, match=said):
         open_engine(engine, **changes)
+
+
+def test_the_mode_is_named_before_all_that_follows_from_it(engine):
+    """An engine of the base alone has no heads and no draft limit either; a mode says more than three differences."""
+
+    def leave_medusa_out(document):
+        document["build_config"].update(speculative_decoding_mode=8)
+        document["pretrained_config"].update(num_medusa_heads=None, max_draft_len=None, architecture="OtherForCausalLM")
+
+    change_config(engine, leave_medusa_out)
+    with pytest.raises(CheckpointError, match="engine mode") as caught:
+        open_engine(engine)
+    assert "lookahead_decoding" in caught.value.found
 
 
 def test_an_engine_built_without_the_mode_is_refused(engine):
