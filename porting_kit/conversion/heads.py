@@ -135,16 +135,16 @@ class HeadSet:
                     )
                 if name.endswith("lm_head.weight") and not bool(tensor.any()):
                     raise HeadsError(
-                        f"the output matrix of head {head} is all zero",
+                        f"the output matrix of head {head + 1} is all zero",
                         where=f"{self.where}: {self.origins[name]}",
                         next_step="the head was never written; save the heads again",
                     )
             weights = [tensor for name, tensor in tensors.items() if name.endswith("linear.weight")]
             if not any(bool(weight.any()) for weight in weights):
-                warnings.append(f"head {head}: its residual layers are all zero, as before training")
+                warnings.append(f"head {head + 1}: its residual layers are all zero, as before training")
             digest = tuple(_digest(tensors[name]) for name in sorted(names, key=lambda n: n.split(".", 2)[2]))
             if digest in digests:
-                warnings.append(f"heads {digests[digest]} and {head} are identical")
+                warnings.append(f"heads {digests[digest] + 1} and {head + 1} are identical")
             digests.setdefault(digest, head)
         return tuple(warnings)
 
@@ -233,8 +233,8 @@ def _count(names: HeadNames, where: Path) -> tuple[int, int]:
         missing = list(islice((head for head in range(max(heads)) if head not in heads), MISSING_SHOWN))
         raise HeadsError(
             "the heads are not numbered without gaps",
-            expected=f"heads 0 to {max(heads)}",
-            found=f"heads {heads}; missing {missing}",
+            expected=f"numbers 0 to {max(heads)} in the tensors' names",
+            found=f"{heads}; missing {missing}",
             where=where,
             next_step="the file is incomplete, or heads were removed: renumber them or fetch it again",
         )
@@ -244,14 +244,14 @@ def _count(names: HeadNames, where: Path) -> tuple[int, int]:
         raise HeadsError(
             "the heads do not all have the same residual layers",
             expected=f"layers 0 to {len(layers[0]) - 1} in every head",
-            found=", ".join(f"head {head}: {found}" for head, found in uneven.items()),
+            found=", ".join(f"head {head + 1}: {found}" for head, found in uneven.items()),
             where=where,
         )
     if names.outputs and set(names.outputs) != set(heads):
         raise HeadsError(
             "some heads have an output matrix of their own and some have none",
             expected=f"one in each of the {len(heads)} heads, or in none",
-            found=f"heads {sorted(names.outputs)} have one",
+            found=f"heads {[head + 1 for head in sorted(names.outputs)]} have one",
             where=where,
         )
     return len(heads), len(layers[0])

@@ -135,7 +135,7 @@ def read_fit(heads: HeadTensors, continuations: Continuations, output_matrix: to
         layers, output = _read_head(heads, head, output_matrix, hidden.device)
         digest = tuple(hash(weight.cpu().numpy().tobytes()) for weight, _ in layers)
         if digest in digests and heads.own_output:
-            notes.append(f"heads {digests[digest]} and {head} share their residual layers")
+            notes.append(f"heads {digests[digest] + 1} and {head + 1} share their residual layers")
         digests.setdefault(digest, head)
         asked = _ask(head, layers, output, hidden, following)
         ranks.append(asked.ranks)
@@ -196,7 +196,7 @@ def _ask(
             logits = output(x)
             if not bool(logits.isfinite().all()):
                 raise HeadsError(
-                    f"head {head} gives logits that are not finite on this base",
+                    f"head {head + 1} gives logits that are not finite on this base",
                     expected="finite numbers",
                     next_step="the heads were saved from a run that diverged, or do not belong to this base",
                 )
@@ -232,7 +232,7 @@ def _judge(
     is_zero = not any(bool(weight.any()) for weight, _ in layers)
     offset = max(range(len(asked.by_offset)), key=lambda j: asked.by_offset[j])
     activation = max(asked.by_activation, key=lambda name: asked.by_activation[name])
-    percent = f"head {head} agrees in {top1:.1%} of {len(known)} positions (chance is {chance1:.1%})"
+    percent = f"head {head + 1} agrees in {top1:.1%} of {len(known)} positions (chance is {chance1:.1%})"
     verdict, sentence = "fits", percent
     if asked.by_activation[activation] > max(top1, bound) + 2 * MARGIN:
         gain = f"{asked.by_activation[activation]:.1%}"
@@ -240,7 +240,7 @@ def _judge(
     elif is_zero:
         verdict, sentence = "untrained", f"{percent}: its residual layers are zero, as before training"
     elif _is_shifted(head, offset, asked.by_offset, max(bound, top1 + 2 * MARGIN)):
-        where = "the base's own next token" if offset == 0 else f"the token that head {offset - 1} should name"
+        where = "the base's own next token" if offset == 0 else f"the token that head {offset} should name"
         verdict = "shifted"
         sentence = f"{percent}; it names {where} in {asked.by_offset[offset]:.1%}: the heads are out of order"
     elif chance1 + MARGIN < top1 <= bound:

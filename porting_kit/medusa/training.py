@@ -189,7 +189,7 @@ def train_on_continuations(
     ranks = measure_ranks(run.heads, held_out, output_matrix)
     accuracy = measure_accuracy(ranks)
     for head in accuracy:
-        report(f"head {head.head}: top-1 {head.top1:.3f}, top-5 {head.top5:.3f} of {head.positions} positions")
+        report(f"head {head.head + 1}: top-1 {head.top1:.3f}, top-5 {head.top5:.3f} of {head.positions} positions")
     # the tree is chosen on one half and judged on the other, so that its figure is no fit to its own data
     half = len(ranks) // 2
     try:

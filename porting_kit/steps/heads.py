@@ -235,7 +235,7 @@ def format_check(result: HeadsCheckResult) -> str:
     lines = [f"{'head':>4} {'top-1':>7} {'top-5':>7} {'chance':>7} {'positions':>9}  verdict"]
     for reading in result.fit.readings:
         shares = f"{reading.top1:7.1%} {reading.top5:7.1%} {reading.chance1:7.1%} {reading.positions:9d}"
-        lines.append(f"{reading.head:4d} {shares}  {reading.verdict}")
+        lines.append(f"{reading.head + 1:4d} {shares}  {reading.verdict}")
     lines += [f"note: {note}" for note in (*result.outcome.figures["warnings"], *result.fit.notes)]
     lines.append(f"heads check: {result.outcome.verdict.value} - {result.outcome.summary}")
     return "\n".join(lines)

@@ -192,6 +192,6 @@ def format_training(result: HeadsTrainResult) -> str:
     """Accuracy by head, and where the heads are."""
     lines = [f"{'head':>4} {'top-1':>7} {'top-5':>7} {'positions':>9}"]
     for head in result.trained.accuracy:
-        lines.append(f"{head.head:4d} {head.top1:7.1%} {head.top5:7.1%} {head.positions:9d}")
+        lines.append(f"{head.head + 1:4d} {head.top1:7.1%} {head.top5:7.1%} {head.positions:9d}")
     lines.append(f"heads train: {result.outcome.summary}\n{result.folder}")
     return "\n".join(lines)

@@ -189,7 +189,7 @@ def test_gaps_between_heads_are_refused(tmp_path: Path) -> None:
     tensors = {name: t for name, t in head_tensors(4).items() if not name.startswith("2.")}
     with pytest.raises(HeadsError, match="not numbered without gaps") as caught:
         read_head_set(write_heads(tmp_path, tensors))
-    assert caught.value.found == "heads [0, 1, 3]; missing [2]"
+    assert caught.value.found == "[0, 1, 3]; missing [2]"
 
 
 def test_gaps_between_layers_are_refused(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_two_files_that_disagree_are_refused(tmp_path: Path) -> None:
     [
         (lambda t: t["0.0.linear.bias"].fill_(float("nan")), "a head tensor is not finite"),
         (lambda t: t["1.1.weight"].fill_(float("-inf")), "a head tensor is not finite"),
-        (lambda t: t["1.1.weight"].zero_(), "the output matrix of head 1 is all zero"),
+        (lambda t: t["1.1.weight"].zero_(), "the output matrix of head 2 is all zero"),
     ],
 )
 def test_damaged_values_are_refused(change, said: str, tmp_path: Path) -> None:
@@ -279,8 +279,8 @@ def test_untrained_and_doubled_heads_are_said(tmp_path: Path) -> None:
         tensors[f"2.{part}"] = tensors[f"0.{part}"].clone()
     tensors["1.0.linear.weight"].zero_()
     assert read_head_set(write_heads(tmp_path, tensors)).warnings == (
-        "head 1: its residual layers are all zero, as before training",
-        "heads 0 and 2 are identical",
+        "head 2: its residual layers are all zero, as before training",
+        "heads 1 and 3 are identical",
     )
 
 

@@ -1,6 +1,7 @@
 """The steps' results as tables: what needs the reader comes first, and nothing is left out."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,8 @@ from porting_kit.releases.kernels import GateResult
 from porting_kit.releases.pinning import pin_release
 from porting_kit.releases.shape import AttentionShape
 from porting_kit.steps.align import describe_divergence
+from porting_kit.steps.heads import format_check
+from porting_kit.steps.heads_training import format_training
 from porting_kit.steps.preflight import VALUE_COLUMNS, check_port_file, format_preflight, shorten
 
 
@@ -110,6 +113,18 @@ def test_preflight_in_a_terminal_says_when_no_kernel_was_judged(tmp_path):
 def test_a_value_that_was_cut_is_marked():
     assert shorten("a" * VALUE_COLUMNS) == "a" * VALUE_COLUMNS
     assert shorten("a" * (VALUE_COLUMNS + 1)) == "a" * (VALUE_COLUMNS - 1) + "…"
+
+
+def test_the_tables_of_the_heads_commands_count_from_one():
+    shares = {"top1": 0.5, "top5": 0.8, "chance1": 0.1, "positions": 9, "verdict": "fits"}
+    readings = [SimpleNamespace(head=head, **shares) for head in range(2)]
+    check = SimpleNamespace(
+        fit=SimpleNamespace(readings=readings, notes=()),
+        outcome=StepOutcome("heads check", Verdict.PASS, "ok", figures={"warnings": []}),
+    )
+    trained = SimpleNamespace(trained=SimpleNamespace(accuracy=readings), outcome=check.outcome, folder="heads")
+    for text in (format_check(check), format_training(trained)):
+        assert [line.split()[0] for line in text.splitlines()[1:3]] == ["1", "2"]
 
 
 @pytest.mark.parametrize(

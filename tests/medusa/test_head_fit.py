@@ -117,7 +117,7 @@ def test_untrained_heads_are_called_untrained(base: Base):
     assert verdicts(base.read(MedusaHeads(E, V, num_heads=M, variant="v2"))) == ["untrained"] * M
 
 
-@pytest.mark.parametrize(("shift", "said"), [(1, "the token that head 1"), (-1, "the base's own next token")])
+@pytest.mark.parametrize(("shift", "said"), [(1, "the token that head 2"), (-1, "the base's own next token")])
 def test_shifted_heads_are_called_shifted(base: Base, shift: int, said: str):
     fit = base.read(base.train(shift=shift))
     assert verdicts(fit) == ["shifted"] * M
@@ -140,7 +140,7 @@ def test_another_activation_is_named(base: Base):
 def test_values_that_are_not_finite_are_refused(base: Base, trained: MedusaHeads):
     tensors = Tensors(trained)
     tensors.values["medusa_heads.1.medusa_layers.0.linear.bias"] = torch.full((E,), math.nan)
-    with pytest.raises(HeadsError, match="head 1 gives logits that are not finite"):
+    with pytest.raises(HeadsError, match="head 2 gives logits that are not finite"):
         read_fit(tensors, base.continuations, base.matrix)
 
 
@@ -149,7 +149,7 @@ def test_heads_that_share_layers_are_noted(base: Base):
     heads = MedusaHeads(E, V, num_heads=2, variant="v1")
     torch.nn.init.normal_(heads[0][0].linear.weight)
     heads[1][0].linear.weight.data.copy_(heads[0][0].linear.weight)
-    assert base.read(heads.requires_grad_(False)).notes == ("heads 0 and 1 share their residual layers",)
+    assert base.read(heads.requires_grad_(False)).notes == ("heads 1 and 2 share their residual layers",)
 
 
 def test_texts_that_are_too_short_are_refused(base: Base, trained: MedusaHeads):
