@@ -38,7 +38,7 @@ MAX_SIZE = 2**31 - 1
 Dtype = Literal["float16", "bfloat16", "float32"]
 
 EITHER_OR = {
-    "tree": "a tree's name, a file, or a list of paths such as [[0], [1], [0, 0]]",
+    "tree": "a list of paths such as [[0], [0, 0]], a file that holds one, or a tree's name",
     "fit": "auto, off, or a list of transforms",
     "alignment.prompts": "a text file, or a list of texts",
 }
@@ -132,7 +132,8 @@ class Port(_Section):
     architecture_file: str | None = None
     heads: Heads
     trtllm: TensorRTLLM = TensorRTLLM()
-    tree: str | list[list[StrictInt]] = "auto"
+    # A flat list is no tree; it is let through to the reader of trees, which knows what the author meant.
+    tree: str | list[list[StrictInt]] | list[StrictInt] = "auto"
     target: Target = Target()
     fit: Literal["auto", "off"] | list[str] = "off"
     kernel: str = "exact"
@@ -391,7 +392,7 @@ def _port_file_error(error: ValidationError, where: object) -> PortFileError:
         expected=expected,
         found=repr(first.get("input"))[:120],
         where=where,
-        next_step=f"put the value in quotes: {dotted}: '...'" if is_read_as_other(first) else None,
+        next_step=f"put the value in quotes: {either or dotted}: '...'" if is_read_as_other(first) else None,
     )
 
 

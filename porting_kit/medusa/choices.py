@@ -100,11 +100,11 @@ def _flat_form_error(numbers: list[int]) -> TreeError:
     if numbers[0] == 1 and counts and min(counts) > 0:
         size = _cartesian_size(counts)
         advice = f"For the same tree write cartesian:{','.join(map(str, counts))} ({size} draft nodes)"
-        advice += f", or {[list(path) for path in cartesian_choices(counts)]}." if size <= 63 else "; 63 is the most."
+        advice += ", or list its paths one by one." if size <= 63 else "; 63 is the most."
     return TreeError(
         f"The tree {numbers} is in the flat form of early Medusa releases",
-        expected="a list of paths such as [[0], [1], [0, 0]]",
-        found="a list of numbers: how many candidates of the base and of each head are combined",
+        expected="a list of paths such as [[0], [0, 0]], a file that holds one, or a tree's name",
+        found=f"a flat list of {len(numbers)} numbers: how many candidates of the base and of each head are combined",
         next_step=advice,
     )
 

@@ -140,6 +140,10 @@ def plant_nothing(port: PortFolder) -> None:
     port.edit_port(tree=[])
 
 
+def list_numbers_for_a_tree(port: PortFolder) -> None:
+    port.edit_port(tree=[1, 7, 6])
+
+
 def grow_too_deep(port: PortFolder) -> None:
     port.edit_port(tree=[[0], [0, 0], [0, 0, 0]])
 
@@ -186,6 +190,7 @@ FAULTS: dict[Callable[[PortFolder], None], str] = {
     ask_for_too_many_heads: "5",
     untie_without_a_head: "lm_head",
     plant_nothing: "tree",
+    list_numbers_for_a_tree: "cartesian:7,6",
     grow_too_deep: "3 levels",
     skip_a_rank: "rank",
     name_no_tree_source: "tensorrt_llm",
