@@ -35,6 +35,14 @@ class Coverage(str, enum.Enum):
     ENGINE = "engine"
 
 
+APPROXIMATE = "approximate fit"
+
+
+def verdict_remark(verdict: str, approximate_fit: object) -> str:
+    """What must be said with a verdict: a pass of an approximately fitted model is never just "pass"."""
+    return APPROXIMATE if verdict == Verdict.PASS.value and approximate_fit else ""
+
+
 def not_covered(covered: tuple[Coverage, ...]) -> tuple[Coverage, ...]:
     """The rest of the list, in its own order."""
     return tuple(item for item in Coverage if item not in covered)

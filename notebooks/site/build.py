@@ -43,13 +43,13 @@ def find_complete_run(runs: Path, names: list[str]) -> tuple[Path | None, dict[s
 
 def has_passed(run: Path) -> bool:
     """Whether the run's report says pass."""
-    return read_verdict(run) == "pass"
+    return read_report(run).get("verdict") == "pass"
 
 
-def read_verdict(run: Path) -> str | None:
-    """The verdict in the run's report, None when it has none."""
+def read_report(run: Path) -> dict:
+    """The outcome of the run's report, empty when it has none."""
     outcome = run / "report" / "outcome.json"
-    return json.loads(outcome.read_text(encoding="utf-8")).get("verdict") if outcome.is_file() else None
+    return json.loads(outcome.read_text(encoding="utf-8")) if outcome.is_file() else {}
 
 
 def stage_sources(staging: Path, runs: Path) -> str:
@@ -76,8 +76,11 @@ def describe_outputs(run: Path | None) -> str:
     """One sentence for a reader: which run the outputs come from and how it ended, or that there are none."""
     if run is None:
         return NO_OUTPUTS
-    verdict = read_verdict(run)
-    ending = f", whose verdict is *{verdict.replace('_', ' ')}*" if verdict else ""
+    report = read_report(run)
+    verdict = report.get("verdict", "").replace("_", " ")
+    if verdict == "pass" and report.get("figures", {}).get("approximate_fit"):
+        verdict = "pass, approximate fit"
+    ending = f", whose verdict is *{verdict}*" if verdict else ""
     return f"The outputs in the notebooks are those of the run `{run.name}`{ending}."
 
 

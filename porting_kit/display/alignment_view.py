@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from porting_kit.display.diagnosis_plots import plot_layer_map
 from porting_kit.display.plots import Picture, plot_accepted_lengths, plot_layer_errors, plot_margins
-from porting_kit.display.results import APPROXIMATE
 from porting_kit.display.tables import Code, Facts, Stack, Table, VerdictMark
+from porting_kit.outcomes import verdict_remark
 
 Document = Mapping[str, Any]
 View = TypeVar("View", bound=Callable[..., Any])
@@ -33,9 +33,9 @@ def _with_tokens(view: View) -> View:
 
 
 def alignment_mark(alignment: Document) -> VerdictMark:
-    """The verdict; a pass of an approximately fitted model is never just "pass"."""
-    is_approximate = alignment["verdict"] == "pass" and alignment.get("approximate_fit")
-    return VerdictMark(alignment["verdict"], APPROXIMATE if is_approximate else "")
+    """The verdict, with what must be said with it."""
+    verdict = alignment["verdict"]
+    return VerdictMark(verdict, verdict_remark(verdict, alignment.get("approximate_fit")))
 
 
 @_with_tokens

@@ -12,17 +12,16 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from porting_kit.display.tables import Code, Facts, Folded, Preformatted, Stack, Table, VerdictMark
-from porting_kit.outcomes import Coverage, StepOutcome, Verdict, not_covered
+from porting_kit.outcomes import Coverage, StepOutcome, Verdict, not_covered, verdict_remark
 from porting_kit.steps.preflight import describe_pin
 
 LONG_VALUE = 60
-APPROXIMATE = "approximate fit"
 
 
 def outcome_mark(outcome: StepOutcome) -> VerdictMark:
-    """The verdict; a pass of an approximately fitted model is never just "pass"."""
-    is_approximate = outcome.verdict is Verdict.PASS and outcome.figures.get("approximate_fit")
-    return VerdictMark(outcome.verdict.value, APPROXIMATE if is_approximate else "")
+    """The verdict, with what must be said with it."""
+    verdict = outcome.verdict.value
+    return VerdictMark(verdict, verdict_remark(verdict, outcome.figures.get("approximate_fit")))
 
 
 def outcome_facts(outcome: StepOutcome) -> Facts:

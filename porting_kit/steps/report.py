@@ -42,7 +42,8 @@ def write_report(run: PortRun) -> ReportResult:
         outcomes = read_outcomes(run)
         combined = combine_outcomes(outcomes)
         write_text(run.folder.report, render_report(run, outcomes, combined))
-        outcome = replace(combined, step="report", products=(run.folder.report.name,), figures={})
+        figures = {"approximate_fit": combined.figures.get("approximate_fit")}
+        outcome = replace(combined, step="report", products=(run.folder.report.name,), figures=figures)
         return ReportResult(finish_step(run, outcome, watch), combined, run.folder.report)
 
 

@@ -101,12 +101,21 @@ def test_without_a_run_every_notebook_says_so_and_a_new_page_is_found_with_its_p
     assert not list(pages.rglob(".ipynb_checkpoints"))
 
 
-@pytest.mark.parametrize(("verdict", "said"), [("fail", "*fail*"), ("not_run", "*not run*"), (None, "`demo`.")])
-def test_the_note_names_the_run_and_how_it_ended(site, tmp_path, verdict, said):
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        ({"verdict": "fail"}, "*fail*"),
+        ({"verdict": "not_run"}, "*not run*"),
+        ({"verdict": "pass", "figures": {"approximate_fit": None}}, "*pass*"),
+        ({"verdict": "pass", "figures": {"approximate_fit": {"passed": True}}}, "*pass, approximate fit*"),
+        (None, "`demo`."),
+    ],
+)
+def test_the_note_names_the_run_and_how_it_ended(site, tmp_path, outcome, said):
     run = tmp_path / "demo"
     (run / "report").mkdir(parents=True)
-    if verdict:
-        (run / "report" / "outcome.json").write_text(json.dumps({"verdict": verdict}))
+    if outcome:
+        (run / "report" / "outcome.json").write_text(json.dumps(outcome))
     assert said in site.describe_outputs(run)
 
 
