@@ -132,8 +132,7 @@ class Port(_Section):
     architecture_file: str | None = None
     heads: Heads
     trtllm: TensorRTLLM = TensorRTLLM()
-    # A flat list is no tree; it is let through to the reader of trees, which knows what the author meant.
-    tree: str | list[list[StrictInt]] | list[StrictInt] = "auto"
+    tree: str | list[list[StrictInt]] | list[StrictInt] = "auto"  # a flat list: the reader of trees says what it is
     target: Target = Target()
     fit: Literal["auto", "off"] | list[str] = "off"
     kernel: str = "exact"
