@@ -162,14 +162,22 @@ def serving(
 @app.command()
 def align(port_file: PortFile, out: OutFolder = None, parameter: Overrides = None, as_json: AsJson = False) -> None:
     """Check that the port says what the base model says; where it does not, name the cause."""
-    from porting_kit.steps.align import align_port, format_alignment
     from porting_kit.steps.context import open_port_run
+    from porting_kit.steps.prompts import require_captured
 
-    _report(
-        lambda: align_port(open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))),
-        format_alignment,
-        as_json,
-    )
+    def call() -> Any:
+        run = open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))
+        require_captured(run.port)  # before the import of torch, which takes seconds
+        from porting_kit.steps.align import align_port
+
+        return align_port(run)
+
+    def show(result: Any) -> str:
+        from porting_kit.steps.align import format_alignment
+
+        return format_alignment(result)
+
+    _report(call, show, as_json)
 
 
 @app.command()

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from porting_kit.conversion.weight_files import ITEM_BYTES, TensorEntry, check_file, read_header
+from porting_kit.conversion.weight_files import ITEM_BYTES, TensorEntry, check_file, describe_load_error, read_header
 from porting_kit.errors import BaseModelError, PortingKitError
 from porting_kit.run_folder import read_json
 
@@ -171,7 +171,7 @@ def _load_pickle(file: Path, error: type[PortingKitError]) -> dict:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as problem:
-        raise error(f"{file.name} cannot be read", found=str(problem).splitlines()[0], where=file) from None
+        raise error(f"{file.name} cannot be read", found=describe_load_error(problem), where=file) from None
 
 
 def open_tensor_source(path: str | Path) -> TensorSource:

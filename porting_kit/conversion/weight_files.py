@@ -97,6 +97,14 @@ def read_header(file: Path, error: type[PortingKitError] = BaseModelError) -> di
     check_file(file, error)
     if file.suffix == ".safetensors":
         return _read_safetensors_header(file, error)
+    if file.suffix == ".json":
+        raise error(
+            f"{file.name} holds settings, not weights",
+            expected="a .safetensors, .bin or .pt file, or the folder it lies in",
+            found="a JSON file",
+            where=file,
+            next_step=f"name the folder: {file.parent}",
+        )
     return _read_zip_pickle(file, error)
 
 
@@ -328,6 +336,14 @@ def _tensors_of(state: object, file: Path, error: type[PortingKitError]) -> list
     return [(str(name), value) for name, value in state.items()]
 
 
+def describe_load_error(problem: Exception) -> str:
+    """Why torch could not read a file of plain tensors, without its advice to switch the protection off."""
+    cause = re.search(r"WeightsUnpickler error:\s*([^\n]+)", str(problem))
+    if cause is None:
+        return str(problem).partition("\n")[0] if str(problem) else type(problem).__name__
+    return cause[1].partition(" Please use ")[0].strip()
+
+
 def _read_legacy_pickle(file: Path, error: type[PortingKitError]) -> dict[str, TensorEntry]:
     import torch
 
@@ -336,7 +352,7 @@ def _read_legacy_pickle(file: Path, error: type[PortingKitError]) -> dict[str, T
     except Exception as problem:
         raise error(
             f"{file.name} is neither a safetensors nor a PyTorch weight file, or is damaged",
-            found=str(problem).splitlines()[0] if str(problem) else type(problem).__name__,
+            found=describe_load_error(problem),
             where=file,
             next_step="download the file again, or save it as safetensors",
         ) from None

@@ -110,11 +110,13 @@ def _follow(run: PortRun) -> AlignResult:
 
 
 def _require_possible(run: PortRun) -> None:
-    """Refuse what this version or machine cannot do before anything is loaded."""
+    """Refuse what this version or machine cannot do, and files that are not there, before anything is loaded."""
     from porting_kit.emulator.xqa import open_xqa_kernel
     from porting_kit.engine.run import find_environment
     from porting_kit.errors import EnvironmentMissing
+    from porting_kit.steps.prompts import require_captured
 
+    require_captured(run.port)
     if run.port.kernel == "xqa" and run.port.engine == "emulator":
         open_xqa_kernel(run.port.target.tokens_per_block)
     if run.port.engine == "tensorrt_llm":

@@ -23,11 +23,12 @@ from porting_kit.medusa.head_fit import HeadFit, read_fit
 from porting_kit.medusa.self_distillation import continue_greedily, cut_prompts
 from porting_kit.medusa.training_text import read_text
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
+from porting_kit.port import Port
 from porting_kit.provenance import hash_value
 from porting_kit.run_folder import replace_folder, require_free, require_writable, write_json
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.preflight import read_port_base, read_port_heads
-from porting_kit.steps.prompts import tokenize_prompts
+from porting_kit.steps.prompts import can_tokenize, load_tokenizer, tokenize_prompts
 
 FOLDER = "heads"
 RANKS_FILE, CHECK_FILE = "ranks.safetensors", "check.json"
@@ -110,6 +111,7 @@ def check_port_heads(
     watch = Stopwatch()
     folder = require_writable(run.folder.root / FOLDER)
     base = read_port_base(run.port, None)
+    texts = [] if data is None else read_data_for(run.port, data)
     heads = read_port_heads(run.port, base, check_values=True)
     reference = open_heads_base(run, streams=streams)
     is_streamed = "streamed" in reference.attention
@@ -119,13 +121,7 @@ def check_port_heads(
         asked, source = tokenize_prompts(run.port, reference.tokenizer, reference.vocab_size)
         asked = asked[:prompts]
     else:
-        if reference.tokenizer is None:
-            raise HeadsError(
-                "the base model brings no tokenizer, so a text cannot be cut into prompts",
-                where=run.port.base_path,
-                next_step="put the tokenizer beside the weights, or leave --data out",
-            )
-        asked = cut_prompts(reference.tokenizer, read_data(data), lengths_tokens=PROMPT_TOKENS, limit=prompts, seed=0)
+        asked = cut_prompts(reference.tokenizer, texts, lengths_tokens=PROMPT_TOKENS, limit=prompts, seed=0)
         source = data.name
     rows = len(asked) if is_streamed else 64
     said = continue_greedily(reference.model, asked, new_tokens=new_tokens, batch_rows=rows, report=say)
@@ -173,6 +169,22 @@ def load_ranks(
                 return kept.get_tensor("ranks")
     say("measuring the heads' ranks on the base's own continuations")
     return check_port_heads(run, data=data, prompts=prompts, new_tokens=new_tokens, say=say).fit.ranks
+
+
+def read_data_for(port: Port, file: Path) -> list[str]:
+    """Documents of a text file that the port's base can read; asked before any weight is loaded.
+
+    Raises:
+        HeadsError: the base brings no tokenizer, or see `read_data`.
+    """
+    if not can_tokenize(load_tokenizer(port)):
+        raise HeadsError(
+            "the base model brings no tokenizer, so a text cannot be cut into tokens",
+            expected="tokenizer files beside the weights",
+            where=port.base_path,
+            next_step="put the tokenizer beside the weights; without --data, `heads check` asks at random tokens",
+        )
+    return read_data(file)
 
 
 def read_data(file: Path) -> list[str]:

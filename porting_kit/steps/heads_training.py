@@ -25,7 +25,7 @@ from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.provenance import fingerprint_path, hash_value
 from porting_kit.run_folder import replace_folder, require_writable
 from porting_kit.steps.context import PortRun, Stopwatch
-from porting_kit.steps.heads import FOLDER, Say, read_data
+from porting_kit.steps.heads import FOLDER, Say, read_data_for
 
 TRAINED_FOLDER = "trained"
 
@@ -76,7 +76,7 @@ def train_port_heads(
     watch = Stopwatch()
     has_gpu = torch.cuda.is_available()
     chosen = make_settings({**({} if has_gpu else CPU_SETTINGS), **(settings or {})})
-    texts = read_data(data)
+    texts = read_data_for(run.port, data)
     folder = run.folder.root / FOLDER / TRAINED_FOLDER if out is None else out
     _check_output(folder)
     require_writable(folder.parent)
@@ -92,13 +92,6 @@ def train_port_heads(
     with _processes() as (rank, world):
         device = f"cuda:{rank % torch.cuda.device_count()}" if has_gpu else "cpu"
         reference = load_reference(run.port.base_path, dtype=run.port.dtype if has_gpu else "float32", device=device)
-        if reference.tokenizer is None:
-            raise HeadsError(
-                "the base brings no tokenizer, so text cannot be trained on",
-                expected="tokenizer files beside the weights",
-                where=run.port.base_path,
-                next_step="put the base's tokenizer.json into its folder",
-            )
         trained = train_heads(
             reference.model,
             reference.tokenizer,

@@ -64,10 +64,23 @@ def require_prompts(port: Port) -> None:
         PortFileError: see `read_prompts`; or `alignment.captured` names no file.
     """
     read_prompts(port)
-    captured = port.alignment.captured
-    if captured is not None and not port.resolve_path(captured).exists():
+    require_captured(port, always=True)
+
+
+def require_captured(port: Port, *, always: bool = False) -> None:
+    """Find the file brought back from an engine that the port is aligned with.
+
+    Args:
+        always: look for a file that is named though the port runs in the emulator, too.
+
+    Raises:
+        PortFileError: `alignment.captured` names no file.
+    """
+    captured = port.alignment.captured if always or port.engine == "captured" else None
+    if captured is not None and not port.resolve_path(captured).is_file():
         raise PortFileError(
             "the captured file does not exist",
+            found="a folder" if port.resolve_path(captured).is_dir() else None,
             where=port.resolve_path(captured),
             next_step="bring the engine's output file here, or correct alignment.captured",
         )
@@ -91,7 +104,7 @@ def tokenize_prompts(port: Port, tokenizer: Any, vocab_size: int) -> tuple[list[
     Raises:
         PortFileError: texts are named and the base has no tokenizer, or an id lies outside the vocabulary.
     """
-    if tokenizer is None or not tokenizer(PROBE)["input_ids"]:
+    if not can_tokenize(tokenizer):
         if port.alignment.prompts != "default":
             raise PortFileError(
                 "the base model brings no tokenizer, so texts cannot be used as prompts",
@@ -112,6 +125,11 @@ def tokenize_prompts(port: Port, tokenizer: Any, vocab_size: int) -> tuple[list[
             where=port.base_path,
         )
     return ids, f"{len(ids)} texts, {min(map(len, ids))} to {max(map(len, ids))} tokens"
+
+
+def can_tokenize(tokenizer: Any) -> bool:
+    """Whether there is a tokenizer that turns text into tokens."""
+    return tokenizer is not None and bool(tokenizer(PROBE)["input_ids"])
 
 
 def load_tokenizer(port: Port) -> Any:

@@ -154,6 +154,27 @@ def test_captured_tokens_of_the_run_script_are_aligned(port: PortFolder, tmp_pat
     assert document["first_divergence"]["kind"] == "wrong"
 
 
+def test_a_captured_file_that_is_missing_is_found_before_torch_is_imported(port: PortFolder, tmp_path):
+    port.edit_port(engine="captured", alignment={"captured": "output.npy"})
+    for command in ("preflight", "align"):
+        arguments = [
+            "-X",
+            "importtime",
+            "-m",
+            "porting_kit.cli",
+            command,
+            str(port.file),
+            "--out",
+            str(tmp_path / command),
+        ]
+        result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+        assert result.returncode == 2
+        assert "the captured file does not exist" in result.stderr
+        imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if "|" in line}
+        assert not imported & {"torch", "transformers"}
+        assert not (tmp_path / command / "checkpoint").exists()
+
+
 @pytest.mark.parametrize("command", ["preflight", "patch", "convert", "align", "run", "report", "build"])
 def test_every_command_refuses_an_unknown_parameter(port: PortFolder, command, tmp_path):
     code, document, stderr = call(command, port.file, "--out", tmp_path / "run", "-p", "kernal=exact")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,16 @@ def test_random_heads_fail_the_check(port: Path, tmp_path: Path):
     found = json.loads(result.stdout)
     assert {head["verdict"] for head in found["heads"]} == {"random"}
     assert found["failing_gate"] == "heads: random"
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_base_without_a_tokenizer_is_said_before_the_text_is_read(port: Path, tmp_path: Path, command: str):
+    shutil.copytree(DEMO / "base", tmp_path / "base", ignore=shutil.ignore_patterns("tokenizer*"))
+    options = ("--data", "missing.txt", "-p", f"base={tmp_path / 'base'}", "--run-folder", str(tmp_path / "run"))
+    result = call(port, command, *options)
+    assert result.exit_code == 2
+    assert "brings no tokenizer" in result.output
+    assert "the text cannot be read" not in result.output
 
 
 def test_an_export_is_written_once(port: Path, tmp_path: Path):

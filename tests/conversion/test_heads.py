@@ -106,6 +106,24 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:
         read_head_set(tmp_path)
 
 
+def test_a_refused_pickle_brings_no_advice_to_run_its_code(tmp_path: Path) -> None:
+    """The oldest format is read by torch, whose message begins with how to switch the protection off."""
+    path = tmp_path / "medusa_lm_head.pt"
+    torch.save({"0.0.linear.weight": tmp_path}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(HeadsError, match="is neither a safetensors nor a PyTorch weight file") as caught:
+        read_head_set(tmp_path)
+    assert "pathlib" in caught.value.found
+    assert "weights_only" not in str(caught.value)
+    assert "safe_globals" not in str(caught.value)
+
+
+def test_a_config_named_as_heads_is_told_from_weights(tmp_path: Path) -> None:
+    write_heads(tmp_path, head_tensors(2), {"medusa_num_heads": 2})
+    with pytest.raises(HeadsError, match=r"config\.json holds settings, not weights") as caught:
+        read_head_set(tmp_path / "config.json")
+    assert str(tmp_path) in caught.value.next_step
+
+
 def test_merged_heads_are_read_from_the_base_itself(tmp_path: Path) -> None:
     """One folder holds base and heads; as base it converts without them, as heads it gives them."""
     raw = raw_config("qwen2")
