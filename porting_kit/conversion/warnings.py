@@ -26,7 +26,10 @@ def _plan_warnings(plan: ConversionPlan, source: TensorSource, heads: HeadSet | 
     dtypes = {source.dtype(name) for planned in plan.tensors if planned.origin != "heads" for name in planned.sources}
     if plan.dtype == "float16" and dtypes & {"bfloat16", "float32"}:
         names = ", ".join(sorted(dtypes & {"bfloat16", "float32"}))
-        warnings.append(f"{names} weights are written as float16: no value overflows, small ones may lose digits")
+        warnings.append(
+            f"{names} weights are written as float16: no weight overflows, small ones may lose digits; activations can "
+            "still overflow in float16, and align shows whether they do"
+        )
     elif plan.dtype == "bfloat16" and dtypes & {"float16", "float32"}:
         warnings.append(f"{', '.join(sorted(dtypes))} weights are written as bfloat16: digits are lost")
     for planned in plan.tensors:

@@ -137,6 +137,7 @@ def _judge(alignment: Any, session: AlignmentSession) -> StepOutcome:
                     "tree_error", "approximate_fit", "cause")
     }  # fmt: skip
     figures |= {"prompts": session.prompt_note, "kernel": run_kernel(session), "runs": document["runs"]}
+    figures["fit"] = session.fit_in_effect
     cause = alignment.cause or {}
     figures["next_step"] = cause.get("fix")
     summary = alignment.summary
@@ -194,6 +195,8 @@ def format_alignment(result: AlignResult) -> str:
         lines += [f"inherent: {describe_inherent(item)}" for item in result.alignment.inherent if item.applies]
         if document["tokens_per_step"] is not None:  # an engine's captured tokens come without step counts
             lines.append(f"tokens per step: {document['tokens_per_step']:.2f}")
+    if result.outcome.figures.get("fit"):
+        lines.append(f"kernel fit in effect: {result.outcome.figures['fit']}")
     cause = result.cause
     if cause:
         lines.append(f"cause: {cause.get('name') or cause.get('verdict') or 'none of the known faults'}")

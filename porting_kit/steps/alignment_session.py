@@ -222,11 +222,25 @@ class AlignmentSession:
     @property
     def approximate_fit_notes(self) -> tuple[str, ...]:
         """What an approximate kernel fit did to the checkpoint; empty when there is none or it is exact."""
-        config = read_checkpoint_document(self.run)
-        record = config.get(CONFIG_KEY)
+        record = self._fit_record
         if not record or record["exact"]:
             return ()
         return tuple(f"{note['transform']}: {note['what']}" for note in record["notes"])
+
+    @property
+    def fit_in_effect(self) -> str | None:
+        """The transforms that the checkpoint was changed by, in order; None for the model as it is."""
+        record = self._fit_record
+        if not record:
+            return None
+        return ", ".join(
+            f"{note['transform']} ({'exact' if note['exact'] else 'approximate'})" for note in record["notes"]
+        )
+
+    @property
+    def _fit_record(self) -> dict[str, Any] | None:
+        """What the checkpoint's config says of its kernel fit."""
+        return read_checkpoint_document(self.run).get(CONFIG_KEY)
 
     def require_fitted_length(self) -> None:
         """Stop before anything is run when a prompt and its new tokens outgrow what the kernel fit is right for.

@@ -81,6 +81,7 @@ def test_bloom_of_head_size_64_is_refused_unfitted_and_passes_fitted(bloom_of_64
     assert (code, document["verdict"]) == (0, "pass")
     assert document["wrong_tokens"] == 0
     assert document["approximate_fit"]["passed"]
+    assert document["figures"]["fit"] == "fold_alibi (approximate)"
     config = json.loads((tmp_path / "auto" / "checkpoint" / "config.json").read_text())
     assert [note["transform"] for note in config["kernel_fit"]["notes"]] == ["fold_alibi"]
     assert config["kernel_fit"]["notes"][0]["figures"]["logit_error_nats"] <= 0.025
@@ -93,6 +94,7 @@ def test_bloom_of_head_size_64_in_bfloat16_is_fitted_exactly_on_two_ranks(bloom_
     code, document, stderr = call("align", bloom_of_64, "--out", tmp_path / "run", *options)
     assert (code, document["verdict"], document["wrong_tokens"]) == (0, "pass", 0), stderr
     assert not document.get("approximate_fit")
+    assert document["figures"]["fit"] == "write_positions (exact)"
     config = json.loads((tmp_path / "run" / "checkpoint" / "config.json").read_text())
     (note,) = config["kernel_fit"]["notes"]
     assert (note["transform"], note["exact"]) == ("write_positions", True)

@@ -82,6 +82,9 @@ def test_what_has_no_field_is_shown_as_dropped() -> None:
 
 def test_a_missing_value_is_shown_as_defaulted() -> None:
     assert rows_of(raw_config("llama"))["norm_epsilon"].kind == "defaulted"
+    for family in ("qwen", "qwen2"):
+        row = rows_of(raw_config(family))["seq_length"]
+        assert (row.kind, row.value, row.source) == ("defaulted", 8192, None)
     assert rows_of(raw_config("llama", rms_norm_eps=3e-5))["norm_epsilon"].value == 3e-5
 
 

@@ -22,7 +22,7 @@ from porting_kit.patching.edits import Edit
 from porting_kit.releases.kernels import GateResult
 from porting_kit.releases.pinning import pin_release
 from porting_kit.releases.shape import AttentionShape
-from porting_kit.steps.align import describe_divergence
+from porting_kit.steps.align import AlignResult, describe_divergence, format_alignment
 from porting_kit.steps.heads import format_check
 from porting_kit.steps.heads_training import format_training
 from porting_kit.steps.preflight import VALUE_COLUMNS, check_port_file, format_preflight, shorten
@@ -113,6 +113,12 @@ def test_preflight_in_a_terminal_says_when_no_kernel_was_judged(tmp_path):
 def test_a_value_that_was_cut_is_marked():
     assert shorten("a" * VALUE_COLUMNS) == "a" * VALUE_COLUMNS
     assert shorten("a" * (VALUE_COLUMNS + 1)) == "a" * (VALUE_COLUMNS - 1) + "…"
+
+
+@pytest.mark.parametrize("fit", [None, "write_positions (exact)"])
+def test_an_alignment_names_the_kernel_fit_it_was_made_with(fit):
+    text = format_alignment(AlignResult(StepOutcome("align", Verdict.PASS, "ok", figures={"fit": fit}), None))
+    assert ("kernel fit in effect: write_positions (exact)" in text) == (fit is not None)
 
 
 def test_the_tables_of_the_heads_commands_count_from_one():
