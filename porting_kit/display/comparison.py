@@ -15,7 +15,8 @@ def render_comparison(sides: Sequence[Any], texts: Sequence[tuple[str, Sequence[
     """The HTML of a page that lies beside the run folders.
 
     Args:
-        sides: runs with `title`, `kernel`, `verdict`, `cause`, `folder` and `alignment` (`alignment.json`, or empty).
+        sides: runs with `title`, `kernel`, `verdict`, `meant`, `cause`, `folder` and `alignment` (its
+            `alignment.json`, or empty).
         texts: a prompt and what each side said.
     """
     return page_template("comparison.html.j2").render(
@@ -33,6 +34,7 @@ def _overview(sides: Sequence[Any]) -> Table:
     rows = [
         ("kernel", *(Code(side.kernel) for side in sides)),
         ("verdict", *(_mark(side) for side in sides)),
+        ("meant to", *(side.meant for side in sides)),
         ("wrong tokens", *(found.get("wrong_tokens") for found in figures)),
         ("near-ties", *(found.get("near_ties") for found in figures)),
         ("tokens per step", *(found.get("tokens_per_step") for found in figures)),

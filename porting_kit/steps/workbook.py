@@ -133,7 +133,7 @@ def run_workbook(
         failure, verdict = _settle(run, notebook, failure, seconds)
         if failure is not None:
             failures[notebook.file.name] = failure
-        say(f"{run.folder.root.name} [{place}/{len(found)}] {notebook.file.stem:<20} {verdict:<8} {seconds:6.1f} s")
+        say(f"{run.folder.root.name:<18} [{place}/{len(found)}] {notebook.file.stem:<20} {verdict:<8} {seconds:6.1f} s")
     return _conclude(run, found, failures)
 
 

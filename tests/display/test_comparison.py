@@ -15,6 +15,7 @@ class Side:
     cause: str
     folder: Path
     alignment: dict = field(default_factory=dict)
+    meant: str = "pass as meant"
 
 
 def make_alignment(verdict: str, wrong: int) -> dict:
@@ -40,7 +41,16 @@ def test_both_sides_are_on_the_page():
         Side("exact", "exact", "pass", "", Path("r/two"), make_alignment("pass", 0)),
     ]
     page = render_comparison(sides, [("A prompt <x>", ["wrong words", "right words"])])
-    for text in ("✗ fail", "✓ pass", "ALiBi is dropped", "fit: [fold_alibi]", "wrong words", "right words", "3 wrong"):
+    for text in (
+        "✗ fail",
+        "✓ pass",
+        "ALiBi is dropped",
+        "fit: [fold_alibi]",
+        "wrong words",
+        "right words",
+        "3 wrong",
+        "pass as meant",
+    ):
         assert text in page
     assert "A prompt &lt;x&gt;" in page
     assert 'href="one/report.html"' in page
