@@ -8,7 +8,7 @@ capture script, which runs the engine there on the port's prompts, and the comma
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def build_port(
     Raises:
         RunFolderError: a step before is missing or stale.
         CheckpointError, TreeError, PortFileError, SourceTreeError: no command line can be right.
-        KernelRefusal: preflight refuses the port; nothing is planned, and the outcome says so.
+        KernelRefusal: preflight refuses the port; nothing is planned.
     """
     preflight = _require_possible(run)
     require_steps(run, "patch", "convert")
@@ -97,19 +97,16 @@ def build_port(
 
 
 def _require_possible(run: PortRun) -> StepOutcome:
-    """Preflight's verdict on the port's engine. A refusal is left as the outcome, and raised as KernelRefusal."""
+    """Preflight's verdict on the port's engine. Raises KernelRefusal, in its words, when it refuses."""
     from porting_kit.steps.preflight import judge_engine
 
     verdict = judge_engine(run.port)
     if verdict.verdict is not Verdict.REFUSED:
         return verdict
-    next_step = verdict.figures["next_step"]
-    with running_step(run, "build") as watch:
-        finish_step(run, replace(verdict, step="build", figures={"next_step": next_step}), watch)
     raise KernelRefusal(
         f"no engine can be planned, for preflight refuses the port: {verdict.summary}",
         where=f"gate {verdict.failing_gate!r}",
-        next_step=next_step,
+        next_step=verdict.figures["next_step"],
     )
 
 

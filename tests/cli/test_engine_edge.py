@@ -122,7 +122,7 @@ def test_what_preflight_refuses_is_not_planned_and_said_in_the_same_words(port, 
     assert document["error"]["next_step"] == preflight["figures"]["next_step"]
     assert not (out / "checkpoint").exists(), "it is said before anything is converted"
     assert not (out / "engine").exists()
-    assert json.loads((out / "build" / "outcome.json").read_text())["verdict"] == "refused"
+    assert call("report", port.file, *release, "--out", out)[1]["verdict"] == "refused"
 
     code, document, stderr = call("convert", port.file, *release, "--out", out)
     assert code == 0, "the emulator can run such a checkpoint"
