@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from porting_kit.architectures.names import Dims, Shape
-from porting_kit.architectures.operations import Operation
+from porting_kit.architectures.operations import Operation, SkipRows
 from porting_kit.architectures.rules import Shard
 from porting_kit.conversion.weight_files import ITEM_BYTES
 
@@ -162,3 +162,12 @@ def plan_scalars(plan: ConversionPlan) -> Mapping[str, float]:
 def read_source(planned: PlannedTensor, name: str, source: TensorSource, heads: HeadSet | None) -> torch.Tensor:
     """One source tensor of a target, from the base or from the heads."""
     return heads.read(name) if planned.origin == "heads" else source.read(name)
+
+
+def read_skipped_rows(plan: ConversionPlan, source: TensorSource) -> torch.Tensor | None:
+    """Rows [n, E] of the base's position table that its rule leaves out; None where no rule leaves out any."""
+    for planned in plan.tensors:
+        for operation in planned.operations:
+            if isinstance(operation, SkipRows):
+                return source.read(planned.sources[0])[: operation.count]
+    return None

@@ -157,6 +157,21 @@ def find_sliding_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
     return [pattern < 2 or (layer + 1) % pattern != 0 for layer in range(num_layers)]
 
 
+def find_reached_window(
+    shape: AttentionShape, raw: Mapping[str, Any], num_layers: int, longest: int
+) -> int | tuple[int, ...] | None:
+    """The window of a base's layers, where texts of `longest` tokens outgrow it: one number, or one a layer.
+
+    A layer without a window among others that have one gets `longest`.
+    """
+    window = shape.sliding_window
+    if window is None or longest <= window:
+        return None
+    if not shape.window_varies:
+        return window
+    return tuple(window if slides else longest for slides in find_sliding_layers(raw, num_layers))
+
+
 def window_covers(shape: AttentionShape) -> bool:
     """Whether the window is never reached: no sequence is longer than it."""
     return (

@@ -26,10 +26,9 @@ from porting_kit.alignment.reference import Reference, load_reference, resolve_d
 from porting_kit.alignment.result import AlignmentResult
 from porting_kit.alignment.run import EMULATED, AlignmentOptions, align_captured_outputs, align_port_outputs
 from porting_kit.architectures.base_config import BaseConfig
-from porting_kit.architectures.operations import SkipRows
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.plan import plan_conversion
-from porting_kit.conversion.planned import ConversionPlan, plan_scalars
+from porting_kit.conversion.planned import ConversionPlan, plan_scalars, read_skipped_rows
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
 from porting_kit.diagnosis import Diagnosis, Observation, PortState, name_cause, read_port_state
 from porting_kit.diagnosis.changes import find_known_faults
@@ -47,7 +46,7 @@ from porting_kit.kernel_fit.fit import CONFIG_KEY, require_length
 from porting_kit.medusa.tree import MedusaTree, read_tree
 from porting_kit.outcomes import Coverage, Verdict
 from porting_kit.releases.kernels import KernelProfile, kernel_profile
-from porting_kit.releases.shape import AttentionShape, attention_shape, find_sliding_layers
+from porting_kit.releases.shape import AttentionShape, attention_shape, find_reached_window
 from porting_kit.source_tree import SourceTree
 from porting_kit.steps.captured_alignment import align_capture
 from porting_kit.steps.checkpoint_check import CheckpointCheck, naming_changed_fields
@@ -187,16 +186,8 @@ class AlignmentSession:
         state = read_port_state(
             self.source_tree, self.run.folder.checkpoint, tree=self.tree, module_file=module_file, class_name=class_name
         )
-        return replace(state.with_window(self.attention_window), leading_positions=self._skipped_positions)
-
-    @property
-    def _skipped_positions(self) -> Any:
-        """Rows [n, E] of the base's position table that its rule leaves out; None where no rule leaves out any."""
-        for planned in self.plan.tensors:
-            for operation in planned.operations:
-                if isinstance(operation, SkipRows):
-                    return self.source.read(planned.sources[0])[: operation.count]
-        return None
+        skipped = read_skipped_rows(self.plan, self.source)
+        return replace(state.with_window(self.attention_window), leading_positions=skipped)
 
     @cached_property
     def _attention_shape(self) -> AttentionShape:
@@ -206,13 +197,8 @@ class AlignmentSession:
     def attention_window(self) -> int | tuple[int, ...] | None:
         """The window of the base's layers, where texts outgrow it, one a layer where they differ; a checkpoint cannot
         hold it."""
-        shape = self._attention_shape
         longest = max(map(len, self.prompts)) + self.run.port.alignment.new_tokens
-        is_reached = shape.sliding_window is not None and longest > shape.sliding_window
-        if not is_reached or not shape.window_varies:
-            return shape.sliding_window if is_reached else None
-        slides = find_sliding_layers(self.base.raw, self.base.num_layers)
-        return tuple(shape.sliding_window if is_sliding else longest for is_sliding in slides)
+        return find_reached_window(self._attention_shape, self.base.raw, self.base.num_layers, longest)
 
     @cached_property
     def reference_heads(self) -> ReferenceHeads:
