@@ -213,16 +213,16 @@ def replace_folder(target: Path) -> Iterator[Path]:
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        temporary = _name_beside(target)
+        temporary.mkdir()
     except OSError as error:
         raise _unwritable(target, error) from error
     try:
         yield temporary
         old = None
         if target.exists():
-            old = target.with_name(f".{target.name}.old.{os.getpid()}.{time.monotonic_ns()}")
+            old = _name_beside(target)
             target.rename(old)
-        temporary.chmod(0o755)
         temporary.rename(target)
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
@@ -231,20 +231,37 @@ def replace_folder(target: Path) -> Iterator[Path]:
         raise
 
 
+def _name_beside(path: Path) -> Path:
+    """A hidden name in the same folder that nobody else takes. tempfile's own files and folders are for one user."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a whole file: temporary name, flush to disk, rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = _name_beside(path)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        with temporary.open("x", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        Path(name).chmod(0o644)
-        Path(name).rename(path)
+        temporary.rename(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file that may be read by whoever may read any other file here.
+
+    The package itself makes files for one user alone (safetensors 0.8.0).
+    """
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    path.chmod(mode)
 
 
 def read_json(path: Path) -> Any:

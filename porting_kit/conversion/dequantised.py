@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from porting_kit.conversion.quantised import WEIGHT_SCALES, require_consistent, weight_scale_name
 from porting_kit.conversion.quantised_files import Algorithm, QuantisedCheckpoint, read_quantised
 from porting_kit.errors import CheckpointError
-from porting_kit.run_folder import replace_folder, write_json
+from porting_kit.run_folder import replace_folder, write_json, write_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -138,8 +138,6 @@ def write_dequantised(
     Raises:
         CheckpointError: the checkpoint contradicts itself, lacks calibration, or is not quantised.
     """
-    from safetensors.torch import save_file
-
     checkpoint = read_quantised(source)
     require_consistent(checkpoint)
     require_quantised(checkpoint)
@@ -150,7 +148,7 @@ def write_dequantised(
         config["use_parallel_embedding"] = False  # ModelOpt says True for one rank too, where it means nothing
     with replace_folder(target) as folder:
         for rank in range(len(checkpoint.ranks)):
-            save_file(dequantise_rank(checkpoint, rank, dtype, layout), folder / f"rank{rank}.safetensors")
+            write_tensors(folder / f"rank{rank}.safetensors", dequantise_rank(checkpoint, rank, dtype, layout))
         write_json(folder / "config.json", config)
     return target
 

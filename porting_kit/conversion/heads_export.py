@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from porting_kit.conversion.head_layouts import LAYOUTS, HeadLayout
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.errors import HeadsError, suggest_nearest
+from porting_kit.run_folder import write_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -140,12 +141,11 @@ def write_export(folder: Path, tensors: dict[str, torch.Tensor], config: dict[st
     import json
 
     import torch
-    from safetensors.torch import save_file
 
     file = folder / f"{HEADS_FILE}.{'pt' if as_pickle else 'safetensors'}"
     if as_pickle:
         torch.save(tensors, file)
     else:
-        save_file(tensors, file, metadata={"format": "pt"})
+        write_tensors(file, tensors, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return file

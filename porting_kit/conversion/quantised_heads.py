@@ -13,7 +13,7 @@ from porting_kit.conversion.quantised import HEADS_EXCLUDED, require_consistent
 from porting_kit.conversion.quantised_files import QuantisedCheckpoint, read_quantised
 from porting_kit.conversion.sharding import cut_head_pieces
 from porting_kit.errors import CheckpointError
-from porting_kit.run_folder import replace_folder, write_json
+from porting_kit.run_folder import replace_folder, write_json, write_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ def add_heads(source: str | Path, heads: HeadSet, target: Path, *, max_draft_len
         CheckpointError: the base contradicts itself, has heads already, or its output matrix is quantised and shared.
         ConversionError: a value of the heads does not fit the base's dtype.
     """
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     checkpoint = read_quantised(source)
     require_consistent(checkpoint)
@@ -49,7 +49,7 @@ def add_heads(source: str | Path, heads: HeadSet, target: Path, *, max_draft_len
                 last = load_file(checkpoint.file(count - tp_size + rank % tp_size))["lm_head.weight"]
                 for head in range(heads.num_heads):
                     tensors[f"medusa_heads.{head}.lm_head.weight"] = last.clone()
-            save_file(tensors, folder / f"rank{rank}.safetensors")
+            write_tensors(folder / f"rank{rank}.safetensors", tensors)
         write_json(folder / "config.json", config)
     require_consistent(read_quantised(target))
     return target

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from porting_kit.errors import HeadsError
-from porting_kit.run_folder import read_json
+from porting_kit.run_folder import read_json, write_tensors
 
 HEADS_FILE = "medusa_lm_head.safetensors"
 HeadVariant = Literal["v1", "v2"]
@@ -101,7 +101,7 @@ def save_heads(heads: MedusaHeads, folder: Path, *, base_name: str, dtype: torch
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in heads.state_dict().items()}
     _refuse_non_finite(tensors, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / HEADS_FILE, metadata={"format": "pt"})
+    write_tensors(folder / HEADS_FILE, tensors, {"format": "pt"})
     config = {
         "base_model_name_or_path": base_name,
         "medusa_num_heads": heads.num_heads,

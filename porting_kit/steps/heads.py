@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from porting_kit.alignment.reference import Reference, load_reference
 from porting_kit.alignment.streamed_reference import needs_streaming, open_streamed_reference
@@ -25,7 +24,7 @@ from porting_kit.medusa.training_text import read_text
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.port import Port
 from porting_kit.provenance import hash_value
-from porting_kit.run_folder import replace_folder, require_free, require_writable, write_json
+from porting_kit.run_folder import replace_folder, require_free, require_writable, write_json, write_tensors
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.preflight import read_port_base, read_port_heads
 from porting_kit.steps.prompts import can_tokenize, load_tokenizer, tokenize_prompts
@@ -142,9 +141,8 @@ def check_port_heads(
     )
     result = HeadsCheckResult(outcome, heads, fit)
     partial = folder / f".{RANKS_FILE}"
-    save_file(
-        {"ranks": fit.ranks}, partial, metadata={"inputs": json.dumps(rank_inputs(run, data, prompts, new_tokens))}
-    )
+    inputs = json.dumps(rank_inputs(run, data, prompts, new_tokens))
+    write_tensors(partial, {"ranks": fit.ranks}, {"inputs": inputs})
     partial.replace(folder / RANKS_FILE)
     write_json(folder / CHECK_FILE, result.document())
     return result

@@ -40,6 +40,8 @@ def test_every_layout_comes_back(layout: str, shared: bool, as_pickle: bool, tmp
     matrix = torch.randn(V, E)
     (tmp_path / "out").mkdir()
     write_export(tmp_path / "out", *export_tensors(heads, layout, lambda: matrix), as_pickle=as_pickle)
+    (tmp_path / "any").touch()
+    assert len({file.stat().st_mode for file in (tmp_path / "any", *(tmp_path / "out").iterdir())}) == 1
     back = read_head_set(tmp_path / "out")
     assert (back.num_heads, back.num_layers, back.hidden_size) == (3, 2, E)
     assert back.layout == EXPORT_LAYOUTS[layout]

@@ -11,7 +11,7 @@ import pytest
 
 from porting_kit.errors import RunFolderError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
-from porting_kit.run_folder import STEPS, open_run_folder, read_json, replace_folder, write_text
+from porting_kit.run_folder import STEPS, open_run_folder, read_json, replace_folder, write_tensors, write_text
 
 
 def outcome(step: str, **inputs: str) -> StepOutcome:
@@ -105,6 +105,23 @@ def test_a_killed_writer_leaves_nothing_that_looks_complete(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750)])
+def test_results_may_be_read_by_whoever_may_read_other_files(tmp_path, umask, file_mode, folder_mode):
+    """Temporary files of tempfile, and all files of safetensors 0.8.0, are for one user alone."""
+    import torch
+
+    earlier = os.umask(umask)
+    try:
+        with replace_folder(tmp_path / "checkpoint") as folder:
+            write_text(folder / "config.json", "{}")
+            write_tensors(folder / "rank0.safetensors", {"a": torch.zeros(2)}, {"format": "pt"})
+    finally:
+        os.umask(earlier)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "checkpoint").iterdir()}
+    assert modes == {"config.json": file_mode, "rank0.safetensors": file_mode}
+    assert (tmp_path / "checkpoint").stat().st_mode & 0o777 == folder_mode
 
 
 def test_write_text_replaces_whole_files_only(tmp_path):
