@@ -292,15 +292,19 @@ def demo(
 @app.command()
 def quantised(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A quantised TensorRT-LLM checkpoint.")],
-    base: Annotated[Path | None, typer.Option("--base", help="The Hugging Face base, to compare weights with.")] = None,
-    heads: Annotated[Path | None, typer.Option("--heads", help="Medusa heads to add in 16 bit.")] = None,
+    base: Annotated[Path | None, typer.Option("--base", help="The Hugging Face base, to compare with.")] = None,
+    heads: Annotated[
+        Path | None, typer.Option("--heads", help="Medusa heads: to add in 16 bit with --out, or to compare with.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Where the checkpoint with heads goes; the run folder with --port.")
     ] = None,
     dequantised: Annotated[
         Path | None, typer.Option("--dequantised", help="Where the 16-bit twin for the emulator goes.")
     ] = None,
-    max_draft_len: Annotated[int, typer.Option("--max-draft-len", min=1, help="Draft tokens of the tree.")] = 63,
+    max_draft_len: Annotated[
+        int | None, typer.Option("--max-draft-len", help="Draft tokens of the tree, 63 at most; written with --out.")
+    ] = None,
     port: Annotated[
         Path | None, typer.Option("--port", help="Align it as this port: Medusa on its 16-bit twin, against the base.")
     ] = None,
@@ -316,8 +320,9 @@ def quantised(
         from porting_kit.steps.quantised_alignment import align_quantised
 
         def align_call() -> Any:
-            if base or heads or dequantised:
-                raise PortFileError("with --port base and heads are the port's", found="--base, --heads, --dequantised")
+            if base or heads or dequantised or max_draft_len is not None:
+                found = "--base, --heads, --dequantised or --max-draft-len"
+                raise PortFileError("with --port base, heads and tree are the port's", found=found)
             return align_quantised(
                 open_port_run(port, run_folder=out, overrides=parse_overrides(parameter)), checkpoint
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from porting_kit.alignment.activations import check_activations
 from porting_kit.alignment.comparison import DecodeRun, run_decoding
-from porting_kit.alignment.fit import FIT_BOUNDS, ContextOracle, measure_fit
+from porting_kit.alignment.fit import FIT_BOUNDS, ContextOracle, bound_by_rounding, measure_fit
 from porting_kit.alignment.gates import (
     GREEDY,
     REPEAT,
@@ -47,7 +47,8 @@ class AlignmentOptions:
         near_tie_tolerance: gap in logits; None measures it.
         differences: the family's inherent differences.
         fit_notes: what an approximate kernel fit did; empty for an exact port, whose oracle is the base itself.
-        fit_bounds: how far a fitted base may lie from the original.
+        rounded: the base rounded as a quantised port is, to another grid: its distance from the original bounds the
+            port's; None for a port that is not quantised, whose bounds are `FIT_BOUNDS`.
         covered: what the verdict covers; None is what an emulated run covers.
     """
 
@@ -56,7 +57,7 @@ class AlignmentOptions:
     near_tie_tolerance: float | None = None
     differences: tuple[KnownDifference, ...] = ()
     fit_notes: tuple[str, ...] = ()
-    fit_bounds: Mapping[str, float] | None = None
+    rounded: LogitsSource | None = None
     covered: tuple[Coverage, ...] | None = None
 
 
@@ -267,8 +268,11 @@ def _measure_fit(
 ) -> ApproximateFit | None:
     if not options.fit_notes:
         return None
-    bounds = options.fit_bounds or FIT_BOUNDS
-    return measure_fit(reference, oracle, texts, options.fit_notes, noise.near_tie_tolerance, bounds)
+    bounds, tolerance = FIT_BOUNDS, noise.near_tie_tolerance
+    if options.rounded is not None:
+        rounded = measure_fit(reference, options.rounded, texts, (), tolerance)
+        bounds = bound_by_rounding(rounded, sum(map(len, texts)))
+    return measure_fit(reference, oracle, texts, options.fit_notes, tolerance, bounds)
 
 
 def _accepted_by_depth(run: DecodeRun) -> tuple[float, ...]:

@@ -15,14 +15,16 @@ from porting_kit.architectures.config_reader import lookup
 from porting_kit.architectures.fields import REQUIRED, Field
 from porting_kit.architectures.names import evaluate_dim
 from porting_kit.architectures.releases import release_key
-from porting_kit.errors import BaseModelError
+from porting_kit.errors import BaseModelError, ConversionError
 from porting_kit.releases.build_flags import draft_limit_key
 
 if TYPE_CHECKING:
     from porting_kit.architectures.base_config import BaseConfig
     from porting_kit.conversion.heads import HeadSet
 
-DEFAULT_DRAFT_TOKENS = 63  # 64 tree nodes with the root: TensorRT-LLM's limit, medusa/config.py 0.13.0.dev2024090300
+MAX_DRAFT_TOKENS = 63
+"""With the root 64 tokens: two words of a packed mask, the most that the kernels of any release were built for; also
+TensorRT-LLM's own default (medusa/config.py 0.13.0.dev2024090300)."""
 ELSEWHERE = {
     "sliding_window": "a run-time option: max_attention_window_size",
     "layer_types": "layers do not differ in TensorRT-LLM's class",
@@ -102,9 +104,25 @@ def find_changed_fields(config: Mapping[str, Any], rows: Sequence[FieldRow]) -> 
     return [(row, value) for row, value in found if value != json.loads(json.dumps(row.value))]
 
 
+def require_draft_limit(max_draft_len: int) -> None:
+    """Refuse a number of draft tokens that no engine can verify in one step.
+
+    Raises:
+        ConversionError: below 1 or above 63.
+    """
+    if not 1 <= max_draft_len <= MAX_DRAFT_TOKENS:
+        raise ConversionError(
+            "this number of draft tokens cannot be verified in one step",
+            expected=f"max_draft_len from 1 to {MAX_DRAFT_TOKENS}: with the root, 64 tokens fill the packed mask",
+            found=max_draft_len,
+            next_step="name the number of nodes of the largest tree, without its root",
+        )
+
+
 def list_head_rows(heads: HeadSet, max_draft_len: int | None, release: str | None) -> list[FieldRow]:
-    """The keys that Medusa heads add; arguments as for `build_config`."""
-    draft = DEFAULT_DRAFT_TOKENS if max_draft_len is None else max_draft_len
+    """The keys that Medusa heads add; arguments as for `build_config`, and ConversionError for the limit."""
+    draft = MAX_DRAFT_TOKENS if max_draft_len is None else max_draft_len
+    require_draft_limit(draft)
     kind = "defaulted" if max_draft_len is None else "derived"
     # The bundled definitions have a name in place of a release number.
     is_numbered = release is not None and release_key(release) is not None

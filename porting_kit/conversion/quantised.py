@@ -34,8 +34,9 @@ class QuantisedFault:
 
     Args:
         kind: `no scale`, `scale without need`, `not quantised`, `quantised`, `no calibration`, `value`, `shape`,
-            `layers`, `cache`, or `not judged` for a quantised tensor that is no matrix of a layer.
-        module: dotted name, `rankN:` before it.
+            `group`, `setting`, `layers`, `heads`, `cache`, or `not judged` for a quantised tensor that is no matrix of
+            a layer; against the base also `config`, `missing`, `surplus` and `dtype`.
+        module: dotted name, `rankN:` before it; a field of the config.
         text: what is wrong.
     """
 
@@ -46,12 +47,13 @@ class QuantisedFault:
 
 def find_faults(checkpoint: QuantisedCheckpoint) -> tuple[QuantisedFault, ...]:
     """Every contradiction between config, base, heads and exclude list; empty when there is none."""
-    faults: list[QuantisedFault] = []
+    faults = _check_settings(checkpoint)
     for rank in range(len(checkpoint.ranks)):
         modules = checkpoint.modules(rank)
         for module in modules:
             faults += _check_module(checkpoint, rank, module)
         faults += _check_layers(checkpoint, rank)
+        faults += _check_heads(checkpoint, rank)
         faults += _check_cache(checkpoint, rank)
         weights = {f"{module}.weight" for module in modules}
         faults += [
@@ -92,6 +94,21 @@ def require_consistent(checkpoint: QuantisedCheckpoint) -> None:
 def weight_scale_name(names: Mapping[str, Any], module: str) -> str | None:
     """The name of a module's weight scale, None when it has none."""
     return next((f"{module}.{suffix}" for suffix in WEIGHT_SCALES if f"{module}.{suffix}" in names), None)
+
+
+def _check_settings(checkpoint: QuantisedCheckpoint) -> list[QuantisedFault]:
+    """Settings of the quantization section by which the library's group-wise layers choose their parameters."""
+    algorithm, section = checkpoint.algorithm, checkpoint.quantization
+    if algorithm is None or not algorithm.per_group:
+        return []
+    found = []
+    if section.get("has_zero_point"):
+        text = f"has_zero_point is true: {algorithm.name} with zero points is not judged here"
+        found.append(QuantisedFault("setting", "quantization.has_zero_point", text))
+    if not section.get("pre_quant_scale"):
+        text = f"pre_quant_scale is not true: the library leaves every prequant_scaling_factor of {algorithm.name} out"
+        found.append(QuantisedFault("setting", "quantization.pre_quant_scale", text))
+    return found
 
 
 def _check_module(checkpoint: QuantisedCheckpoint, rank: int, module: str) -> list[QuantisedFault]:
@@ -142,10 +159,27 @@ def _check_scale(
     """Size and values of a weight scale: one value, one a row, or one a row and group of inputs."""
     rows = count_rows(algorithm, name, shape)
     size, inputs = checkpoint.ranks[rank][name][1], count_inputs(algorithm, name, shape)
-    is_grouped = len(size) == 2 and size[0] == rows and size[1] > 0 and inputs % size[1] == 0
-    if math.prod(size) != 1 and size != (rows,) and not is_grouped:
+    if algorithm.per_group:
+        return _check_groups(checkpoint, rank, module, name, rows, inputs)
+    if math.prod(size) != 1 and size != (rows,):
         found = f"its scale is {list(size)}, its weight has {rows} rows of {inputs}"
         return [QuantisedFault("shape", f"rank{rank}: {module}", found)]
+    return _check_values(checkpoint, rank, module, name)
+
+
+def _check_groups(
+    checkpoint: QuantisedCheckpoint, rank: int, module: str, name: str, rows: int, inputs: int
+) -> list[QuantisedFault]:
+    """One scale a row and group of inputs, in groups of the size that the config says."""
+    size, group = checkpoint.ranks[rank][name][1], checkpoint.group_size
+    stated = "" if checkpoint.quantization.get("group_size") else " (the library's, none is stated)"
+    text = None
+    if inputs % group:
+        text = f"groups of {group}{stated} do not divide its {inputs} inputs"
+    elif size != (rows, inputs // group):
+        text = f"its scale is {list(size)}, groups of {group}{stated} need {[rows, inputs // group]}"
+    if text is not None:
+        return [QuantisedFault("group", f"rank{rank}: {module}", text)]
     return _check_values(checkpoint, rank, module, name)
 
 
@@ -190,17 +224,38 @@ def _check_layers(checkpoint: QuantisedCheckpoint, rank: int) -> list[QuantisedF
     return [QuantisedFault("layers", f"rank{rank}: transformer.layers", text)]
 
 
-def _check_cache(checkpoint: QuantisedCheckpoint, rank: int) -> list[QuantisedFault]:
-    """A quantised KV cache needs a scale in every layer."""
-    algorithm = checkpoint.quantization.get("kv_cache_quant_algo")
-    names = checkpoint.ranks[rank]
-    layers = [name.removesuffix(".qkv.weight") for name in names if name.endswith(".attention.qkv.weight")]
-    if algorithm is None:
+def _check_heads(checkpoint: QuantisedCheckpoint, rank: int) -> list[QuantisedFault]:
+    """Heads and their layers must be those of the config; an earlier pipeline stage may have none."""
+    names = [name.split(".") for name in checkpoint.ranks[rank]]
+    names = [parts for parts in names if parts[0] == "medusa_heads" and len(parts) > 3]
+    heads, layers = (checkpoint.config.get(f"num_medusa_{what}") or 0 for what in ("heads", "layers"))
+    is_last = rank >= len(checkpoint.ranks) - checkpoint.tp_size
+    if not names and (not heads or not is_last):
         return []
-    return [
-        QuantisedFault(
-            "cache", f"rank{rank}: {layer}", f"the cache is {algorithm}, and it has no kv_cache_scaling_factor"
-        )
-        for layer in sorted(layers)
-        if f"{layer}.kv_cache_scaling_factor" not in names
-    ]
+    outputs = {parts[1] for parts in names if parts[2] == "lm_head"}
+    found = {(parts[1], parts[3]) for parts in names if parts[2] == "medusa_layers"}
+    # counted before sets of that size are made
+    if len(outputs) == heads and len(found) == heads * layers:
+        numbers = [str(head) for head in range(heads)]
+        if outputs == set(numbers) and found == {(head, str(layer)) for head in numbers for layer in range(layers)}:
+            return []
+    text = f"the config has {heads} heads of {layers} layers, the file {len(outputs)} heads, {len(found)} layers in all"
+    return [QuantisedFault("heads", f"rank{rank}: medusa_heads", text)]
+
+
+def _check_cache(checkpoint: QuantisedCheckpoint, rank: int) -> list[QuantisedFault]:
+    """A quantised KV cache needs a scale in every layer, one in 16 bit none."""
+    algorithm, names = checkpoint.quantization.get("kv_cache_quant_algo"), checkpoint.ranks[rank]
+    layers = sorted(name.removesuffix(".qkv.weight") for name in names if name.endswith(".attention.qkv.weight"))
+    found = []
+    for layer in layers:
+        scale, label = f"{layer}.kv_cache_scaling_factor", f"rank{rank}: {layer}"
+        if algorithm is None and scale in names:
+            text = "the cache is not quantised, and it has a kv_cache_scaling_factor"
+            found.append(QuantisedFault("scale without need", label, text))
+        elif algorithm is not None and scale not in names:
+            text = f"the cache is {algorithm}, and it has no kv_cache_scaling_factor"
+            found.append(QuantisedFault("cache", label, text))
+        elif algorithm is not None:
+            found += _check_values(checkpoint, rank, layer, scale)
+    return found

@@ -1,4 +1,4 @@
-"""A quantised checkpoint against the base it was made of, matrix by matrix: distance, and every scale by itself.
+"""A quantised checkpoint against the base it was made of: config, 16-bit tensors, and every matrix with its scales.
 
 The distance of a whole matrix shows a scale of another layer, a wrong row order or a wrong group size. A single scale
 that is off by a few percent hides in it, so the factor between base and stored matrix is also taken by row, by column
@@ -8,20 +8,27 @@ and as a whole, against the factor that rounding the base with the stored scales
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from porting_kit.conversion.dequantised import StoredMatrix, needs_layout, read_matrix, require_quantised
-from porting_kit.conversion.quantised import require_consistent, weight_scale_name
+from porting_kit.conversion.quantised import QuantisedFault, require_consistent, weight_scale_name
+from porting_kit.conversion.quantised_base import ConvertedBase
+from porting_kit.conversion.quantised_config import STRUCTURE, compare_config
 from porting_kit.conversion.quantised_files import Algorithm, QuantisedCheckpoint, read_quantised
+from porting_kit.conversion.unquantised import compare_headers, compare_values
 from porting_kit.conversion.weight_interleaving import LAYOUTS, StoredLayout
 from porting_kit.errors import CheckpointError
 
 WEIGHT_ERROR_BOUNDS = {8: {"FP8": 0.05, "W8A16": 0.03, "W8A8_SQ_PER_CHANNEL": 0.05}, 4: 0.25}
 """Largest relative error of a whole matrix, by format: rounding alone gives 0.026 (FP8), 0.006 to 0.014 (int8, one
 scale a row) and 0.12 (int4, groups of 128) on normal weights, measured on files of nvidia-modelopt 0.47.0."""
+ROUNDING_FACTOR = 1.25
+"""In a smoothed matrix one large column may stretch the scale of a row: SmolLM2's come to 0.066. Then the bound is what
+rounding the base's own matrix with scales of its largest numbers gives, and this much more; ModelOpt's files were
+within 1.001 of it."""
 SCALE_FLOOR = 0.005
 """A factor that is nearer to the expected one than this is no fault: what 16-bit scales and half precision cost."""
 SCALE_DEVIATIONS = 6.0
@@ -36,7 +43,8 @@ class WeightError:
 
     Args:
         module: dotted name.
-        relative_error: norm of the difference over the norm of the base's matrix.
+        relative_error: norm of the difference over the norm of the base's matrix, both as they are rounded: smoothed
+            where the layer smooths its inputs, or columns of small inputs would outweigh all others.
         bound: what rounding explains.
         scale_fault: the row, column or matrix whose scale is off, and by how much; None when all are right.
     """
@@ -50,6 +58,51 @@ class WeightError:
     def passed(self) -> bool:
         """Within what rounding explains, every scale included; False for a value that is no number."""
         return self.relative_error <= self.bound and self.scale_fault is None
+
+
+@dataclass(frozen=True)
+class BaseComparison:
+    """A quantised checkpoint against its base.
+
+    Args:
+        differences: of config and of tensors that are not quantised.
+        errors: of every quantised matrix; none where the headers alone show another model.
+        layout: how the weights were interleaved, None where they are not.
+        equal: tensors in 16 bit that are the base's own.
+        unknown: tensors of heads that were not at hand.
+    """
+
+    differences: tuple[QuantisedFault, ...] = ()
+    errors: tuple[WeightError, ...] = ()
+    layout: StoredLayout | None = None
+    equal: int = 0
+    unknown: int = 0
+
+    @property
+    def passed(self) -> bool:
+        """No difference but rounding."""
+        return not self.differences and all(error.passed for error in self.errors)
+
+
+def compare_base(checkpoint: QuantisedCheckpoint, base: ConvertedBase) -> BaseComparison:
+    """Compare config, 16-bit tensors and quantised matrices; what is of another structure is not looked into.
+
+    Args:
+        checkpoint: quantised, without contradictions.
+        base: with the checkpoint's heads, where they are known.
+
+    Raises:
+        CheckpointError: a matrix has other sizes than the base's, or is the base's in no known layout.
+    """
+    config = compare_config(checkpoint.config, base.config, base.plan.base)
+    if any(fault.module in STRUCTURE for fault in config):
+        return BaseComparison(config)
+    headers, values = compare_headers(checkpoint, base.plan), compare_values(checkpoint, base)
+    differences, equal, unknown = (*config, *headers, *values.differences), values.equal, values.unknown
+    if headers:
+        return BaseComparison(differences, equal=equal, unknown=unknown)
+    layout = find_layout(checkpoint, base.ranks)
+    return BaseComparison(differences, compare_ranks(checkpoint, base.ranks, layout), layout, equal, unknown)
 
 
 def compare_weights(
@@ -90,8 +143,7 @@ def compare_ranks(
             found=f"{len(checkpoint.ranks)} ranks",
             where=checkpoint.folder,
         )
-    bounds = WEIGHT_ERROR_BOUNDS[algorithm.bits]
-    bound, found = bounds if isinstance(bounds, float) else bounds[algorithm.name], []
+    found = []
     for rank, wanted in enumerate(ranks):
         own = load_file(checkpoint.file(rank))
         for module in checkpoint.modules(rank):
@@ -100,9 +152,36 @@ def compare_ranks(
             matrix = read_matrix(own, module, algorithm, layout)
             label = module if len(ranks) == 1 else f"rank{rank}: {module}"
             reference = _find_reference(wanted, module, matrix, label)
-            error = float((matrix.weight - reference).norm() / reference.norm())
+            error, bound = measure_distance(matrix, reference, algorithm)
             found.append(WeightError(label, error, bound, find_scale_fault(matrix, reference, algorithm)))
     return tuple(found)
+
+
+def measure_distance(matrix: StoredMatrix, wanted: torch.Tensor, algorithm: Algorithm) -> tuple[float, float]:
+    """Relative error of a stored matrix, and what rounding explains of it; see `WeightError`."""
+    bounds = WEIGHT_ERROR_BOUNDS[algorithm.bits]
+    bound = bounds if isinstance(bounds, float) else bounds[algorithm.name]
+    plain = StoredMatrix(matrix.numbers, matrix.scale, None)
+    smoothed = wanted if matrix.prequant is None else wanted / matrix.prequant[None]
+    error = _relative(plain.weight, smoothed)
+    if matrix.prequant is not None:
+        natural = replace(plain, scale=choose_scale(smoothed, plain, algorithm))
+        bound = max(bound, ROUNDING_FACTOR * _relative(round_with(natural, smoothed, algorithm), smoothed))
+    return error, bound
+
+
+def choose_scale(wanted: torch.Tensor, matrix: StoredMatrix, algorithm: Algorithm) -> torch.Tensor:
+    """Scales of the same form that the largest numbers of a matrix [out, in] ask for."""
+    largest = 448.0 if algorithm.name == "FP8" else float((1 << (algorithm.bits - 1)) - 1)
+    if matrix.scale.numel() == 1:
+        return wanted.abs().amax().reshape(1) / largest
+    groups = matrix.scale.shape[1] if matrix.scale.ndim == 2 else 1
+    scale = wanted.reshape(len(wanted), groups, -1).abs().amax(-1) / largest
+    return scale if matrix.scale.ndim == 2 else scale[:, 0]
+
+
+def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
 
 
 def _is_unknown_head(module: str, wanted: Mapping[str, torch.Tensor]) -> bool:
@@ -129,7 +208,7 @@ def find_layout(checkpoint: QuantisedCheckpoint, ranks: Sequence[Mapping[str, to
         except CheckpointError:
             continue
         reference = _find_reference(ranks[0], module, matrix, module)
-        errors[layout] = float((matrix.weight - reference).norm() / reference.norm())
+        errors[layout] = _relative(matrix.weight, reference)
     best = min(errors, key=errors.get, default=None)
     if best is None or not errors[best] < 0.5:
         raise CheckpointError(
@@ -168,12 +247,12 @@ def find_scale_fault(matrix: StoredMatrix, wanted: torch.Tensor, algorithm: Algo
         found, deviation = _fit_factor(wanted, stored, dim)
         expected, _ = _fit_factor(wanted, rounded, dim)
         allowed = SCALE_FLOOR + SCALE_DEVIATIONS * deviation
-        off, allowed = (found / expected - 1).abs().reshape(-1), allowed.reshape(-1)
+        off = (found / expected - 1).abs()
         judged = torch.isfinite(off) & torch.isfinite(allowed) & (allowed < WIDEST_TEST)
         wrong = (judged & (off > allowed)).nonzero().reshape(-1)
         if len(wrong):
             place = int(wrong[0])
-            factor = float((expected / found).reshape(-1)[place])
+            factor = float((expected / found)[place])
             where = what if dim is None else f"{what} {place}"
             more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             return f"the scale of {where} is {factor:.4g} times what it should be{more}"
@@ -194,11 +273,14 @@ def round_with(matrix: StoredMatrix, wanted: torch.Tensor, algorithm: Algorithm)
 
 
 def _fit_factor(wanted: torch.Tensor, stored: torch.Tensor, dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factor that takes `stored` nearest to `wanted`, over a dimension or all, and its standard error."""
+    """The factor that takes `stored` nearest to `wanted`, over a dimension or all, and its standard error.
+
+    The error is the one that holds where a few numbers outweigh the rest (HC3 of MacKinnon and White, 1985): in groups
+    with scales of their own a column may hang on one number, and on which way that was rounded.
+    """
     dims = (0, 1) if dim is None else (dim,)
-    square = (stored * stored).sum(dims)
-    factor = (stored * wanted).sum(dims) / square
-    spread = factor if dim is None else factor.unsqueeze(dim)
-    rest = (wanted - spread * stored).square().sum(dims)
-    count = wanted.numel() if dim is None else wanted.shape[dim]
-    return factor, (rest / (max(count - 1, 1) * square)).sqrt()
+    weights = stored * stored
+    square = weights.sum(dims, keepdim=True)
+    factor = (stored * wanted).sum(dims, keepdim=True) / square
+    rest = stored * (wanted - factor * stored) / (1 - weights / square)
+    return factor.reshape(-1), (rest.square().sum(dims, keepdim=True).sqrt() / square).reshape(-1)

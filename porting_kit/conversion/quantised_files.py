@@ -7,6 +7,7 @@ looked at. Whether the statements agree with each other is `quantised`'s questio
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from porting_kit.conversion.checkpoint import DTYPE_CODES
+from porting_kit.conversion.config_fields import MAX_DRAFT_TOKENS
 from porting_kit.conversion.plan import CHECKPOINT_DTYPES
 from porting_kit.conversion.weight_files import read_header
 from porting_kit.errors import CheckpointError
@@ -48,6 +50,8 @@ class Algorithm:
     per_group: bool = False
 
 
+GROUP_SIZE = 128
+"""Inputs a scale is for where the config does not say (QuantConfig, models/modeling_utils.py 0.13.0.dev2024090300)."""
 ALGORITHMS = {
     algorithm.name: algorithm
     for algorithm in (
@@ -87,6 +91,11 @@ class QuantisedCheckpoint:
         """The algorithm, None for a checkpoint that is not quantised."""
         name = self.quantization.get("quant_algo")
         return None if name is None else ALGORITHMS[name]
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale, in algorithms with groups."""
+        return self.quantization.get("group_size") or GROUP_SIZE
 
     @property
     def dtype(self) -> str:
@@ -169,11 +178,14 @@ def _check_config(config: Mapping[str, Any], folder: Path) -> None:
     """Every field that is read here, by its type and range."""
     if config.get("dtype") not in CHECKPOINT_DTYPES:
         _refuse_field(folder, "dtype", f"one of {list(CHECKPOINT_DTYPES)}", config.get("dtype"))
-    for name in ("hidden_size", "vocab_size", "num_hidden_layers"):
+    for name in ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"):
         if not _is_count(config.get(name)):
             _refuse_field(folder, name, "a whole number above 0", config.get(name))
     if not isinstance(config.get("architecture"), str):
         _refuse_field(folder, "architecture", "a name", config.get("architecture"))
+    for name, (is_right, expected) in OPTIONAL_FIELDS.items():
+        if config.get(name) is not None and not is_right(config[name]):
+            _refuse_field(folder, name, f"{expected}, or left out", config[name])
     mapping = config.get("mapping")
     if mapping is not None and not isinstance(mapping, dict):
         _refuse_field(folder, "mapping", "an object with tp_size and pp_size", mapping)
@@ -200,9 +212,23 @@ def _check_quantization(section: Mapping[str, Any], folder: Path) -> None:
         )
     if cache is not None and (not isinstance(cache, str) or cache not in CACHE_ALGORITHMS):
         _refuse_field(folder, "quantization.kv_cache_quant_algo", f"{' or '.join(CACHE_ALGORITHMS)}, or null", cache)
+    group = section.get("group_size")
+    if group is not None and not _is_count(group):
+        _refuse_field(folder, "quantization.group_size", "a whole number above 0, or null", group)
+    for name in ("pre_quant_scale", "has_zero_point"):
+        if not isinstance(section.get(name), (bool, type(None))):
+            _refuse_field(folder, f"quantization.{name}", "true, false or null", section.get(name))
     excluded = section.get("exclude_modules")
     if excluded is not None and not (isinstance(excluded, list) and all(isinstance(item, str) for item in excluded)):
         _refuse_field(folder, "quantization.exclude_modules", "a list of module names or patterns, or null", excluded)
+
+
+def _is_size(value: object) -> bool:
+    return _is_count(value) or (value == 0 and isinstance(value, int) and not isinstance(value, bool))
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _read_size(config: Mapping[str, Any], name: str, folder: Path) -> int:
@@ -214,6 +240,32 @@ def _read_size(config: Mapping[str, Any], name: str, folder: Path) -> int:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+COUNT = (_is_count, "a whole number above 0")
+SIZE = (_is_size, "a whole number, 0 or more")
+POSITIVE = (_is_positive, "a finite number above 0")
+NAME = (lambda value: isinstance(value, str), "a name")
+TRUTH = (lambda value: isinstance(value, bool), "true or false")
+OPTIONAL_FIELDS = {
+    "num_key_value_heads": COUNT,
+    "head_size": COUNT,
+    "intermediate_size": SIZE,
+    "max_position_embeddings": SIZE,
+    "norm_epsilon": POSITIVE,
+    "rotary_base": POSITIVE,
+    "rotary_scaling": (lambda value: isinstance(value, dict), "an object"),
+    "position_embedding_type": NAME,
+    "hidden_act": NAME,
+    "logits_dtype": NAME,
+    "use_parallel_embedding": TRUTH,
+    "share_embedding_table": TRUTH,
+    "embedding_sharding_dim": (lambda value: value in (0, 1) and not isinstance(value, bool), "0 or 1"),
+    "num_medusa_heads": SIZE,
+    "num_medusa_layers": SIZE,
+    "max_draft_len": (lambda value: _is_size(value) and value <= MAX_DRAFT_TOKENS, f"at most {MAX_DRAFT_TOKENS}"),
+}
+"""Field -> whether a value is of the type and range that the library reads, and what it should be."""
 
 
 def _refuse_field(folder: Path, name: str, expected: str, found: object) -> NoReturn:

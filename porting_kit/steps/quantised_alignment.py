@@ -1,34 +1,36 @@
 """Align a quantised checkpoint: Medusa on its 16-bit twin, and how far that lies from the base it was made of.
 
 The twin is the judge of its own generation phase, as a fitted base is: heads, tree and cache must be right whatever
-the precision. The distance to the original is bounded by the format's width, and the verdict is approximate. A single
-scale that is off by a little stays within that distance; it is found by comparing the weights, which comes first.
+the precision. The distance to the original may be what rounding explains: as large as that of the base rounded in the
+same format to another grid. So the verdict is approximate. A single scale that is off by a little stays within that
+distance, and so does a norm of another model; config and tensors are compared with the base's first.
 """
 
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
+from porting_kit.alignment.fit import ContextOracle
 from porting_kit.alignment.run import EMULATED, align_port_outputs
-from porting_kit.architectures.base_config import read_base_config
-from porting_kit.conversion.convert import checkpoint_ranks
 from porting_kit.conversion.dequantised import dequantise_rank, require_quantised
-from porting_kit.conversion.heads import HeadSet
-from porting_kit.conversion.plan import plan_conversion
-from porting_kit.conversion.planned import ConversionPlan
 from porting_kit.conversion.quantised import require_consistent
-from porting_kit.conversion.quantised_comparison import compare_ranks, find_layout
+from porting_kit.conversion.quantised_base import convert_base
+from porting_kit.conversion.quantised_comparison import BaseComparison, compare_base
+from porting_kit.conversion.quantised_config import STRUCTURE
 from porting_kit.conversion.quantised_files import QuantisedCheckpoint, read_quantised
 from porting_kit.conversion.quantised_heads import add_heads
 from porting_kit.conversion.rank_joining import join_ranks
-from porting_kit.conversion.tensor_source import open_tensor_source
-from porting_kit.conversion.weight_interleaving import StoredLayout
-from porting_kit.emulator import open_emulator
+from porting_kit.conversion.rounded_base import round_rank
+from porting_kit.conversion.unquantised import HEADS
+from porting_kit.emulator import EmulatedModel, open_emulator
 from porting_kit.errors import CheckpointError
 from porting_kit.outcomes import StepOutcome, Verdict
-from porting_kit.run_folder import write_json
+from porting_kit.run_folder import write_json, write_tensors
 from porting_kit.steps.align import AlignResult
 from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.context import PortRun, Stopwatch
@@ -36,13 +38,23 @@ from porting_kit.steps.prerequisites import read_checkpoint_document, require_st
 from porting_kit.steps.quantised import describe
 
 RESULT_FILE = "quantised_alignment.json"
-DISTANCE_BOUNDS = {
-    8: {"near_tie_agreement": 0.95, "largest_margin": 1.0, "mean_divergence": 0.02, "largest_divergence": 0.5},
-    4: {"near_tie_agreement": 0.8, "largest_margin": 4.0, "mean_divergence": 0.2, "largest_divergence": 3.0},
-}
-"""Agreement at least; margins in logits and divergences in nats at most. Chosen on bloom-mini, whose weights give
-agreement 0.976 and mean divergence 0.003 in FP8, 0.998 and 0.0007 in INT8 SmoothQuant, 0.871 and 0.094 in INT4 with
-groups of 32; larger models were not measured."""
+
+
+@dataclass(frozen=True)
+class StoredOracle:
+    """The logits of a checkpoint that is opened for the question and closed again: it is asked once.
+
+    Args:
+        open_model: opens it in the emulator.
+        vocab_size: V.
+    """
+
+    open_model: Callable[[], EmulatedModel]
+    vocab_size: int
+
+    def logits(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """[S, V] per text."""
+        return ContextOracle(self.open_model()).logits(texts)
 
 
 def align_quantised(run: PortRun, checkpoint: Path) -> AlignResult:
@@ -62,7 +74,7 @@ def align_quantised(run: PortRun, checkpoint: Path) -> AlignResult:
     require_quantised(read)
     session = AlignmentSession(run)
     port_config = read_checkpoint_document(run)
-    for name in ("architecture", "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "head_size"):
+    for name in ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "head_size"):
         stated = read.config.get(name, port_config.get(name))
         if stated != port_config.get(name):
             raise CheckpointError(
@@ -74,40 +86,51 @@ def align_quantised(run: PortRun, checkpoint: Path) -> AlignResult:
             )
     has_heads = bool(read.config.get("num_medusa_heads"))
     heads = session.head_set if has_heads else None
-    ranks = checkpoint_ranks(run.port.base_path, heads, read.dtype, tp_size=read.tp_size, pp_size=read.pp_size)[1]
-    layout = find_layout(read, ranks)
-    wrong = [error for error in compare_ranks(read, ranks, layout) if not error.passed]
-    del ranks
+    base = convert_base(read, run.port.base_path, heads)
+    plan, compared, count = base.plan, compare_base(read, base), range(len(read.ranks))
+    _require_same_tensors(compared, checkpoint)
+    wrong = [error for error in compared.errors if not error.passed]
+    architecture = port_config["architecture"]
     module_file, class_name = session.module
-    with tempfile.TemporaryDirectory(dir=run.folder.root) as place:
-        plan = _plan_ranks(run, read, heads)
-        twin = _write_twin(read, plan, layout, Path(place) / "twin", dtype=run.port.dtype)
+    emulator = open_emulator(session.source_tree, kernel=session.kernel)
+    with tempfile.TemporaryDirectory(dir=run.folder.root) as name:
+        place, dtype = Path(name), run.port.dtype
+        parts = [dequantise_rank(read, rank, dtype, compared.layout) for rank in count]
+        twin = _write_one_rank(read, join_ranks(plan, parts, read.folder), place / "twin", dtype, architecture)
         if not has_heads:
             limit = port_config["max_draft_len"]
-            twin = add_heads(twin, session.head_set, Path(place) / "joined", max_draft_len=limit)
-        model = open_emulator(session.source_tree, kernel=session.kernel).load_checkpoint(
-            twin, module_file=module_file, class_name=class_name
+            twin = add_heads(twin, session.head_set, place / "joined", max_draft_len=limit)
+        rounded = [round_rank(read, rank, base, compared.layout) for rank in count]
+        joined = join_ranks(plan, rounded, read.folder)
+        alone = {key: value for key, value in joined.items() if not key.startswith(HEADS)}
+        rounded_base = _write_one_rank(read, alone, place / "rounded", dtype, architecture)
+        del base, parts, rounded, joined, alone
+        model = emulator.load_checkpoint(twin, module_file=module_file, class_name=class_name)
+        options = replace(
+            session.options,
+            fit_notes=(f"weights in {read.algorithm.name}", *session.approximate_fit_notes),
+            rounded=StoredOracle(lambda: emulator.load_checkpoint(rounded_base), read.config["vocab_size"]),
+            covered=EMULATED,
         )
-    options = replace(
-        session.options,
-        fit_notes=(f"weights in {read.algorithm.name}", *session.approximate_fit_notes),
-        fit_bounds=DISTANCE_BOUNDS[read.algorithm.bits],
-        covered=EMULATED,
-    )
-    # What heads accept is predicted on the base's own states, which 4 bit move by more than the gate allows for.
-    heads = session.reference_heads if read.algorithm.bits == 8 else None
-    result = align_port_outputs(session.reference, model, session.prompts, session.tree, heads=heads, options=options)
+        # What heads accept is predicted on the base's own states, which 4 bit move by more than the gate allows for.
+        heads = session.reference_heads if read.algorithm.bits == 8 else None
+        result = align_port_outputs(
+            session.reference, model, session.prompts, session.tree, heads=heads, options=options
+        )
     write_json(run.folder.root / RESULT_FILE, result.as_dict())
     document = result.as_dict()
     summary, verdict, gate = result.summary, result.verdict, result.failing_gate
-    if wrong:
+    if compared.differences:
+        verdict, gate = Verdict.FAIL, compared.differences[0].kind
+        summary = f"{len(compared.differences)} differences from the base, first {compared.differences[0].text}"
+    elif wrong:
         verdict, gate = Verdict.FAIL, "weights"
         summary = f"{len(wrong)} matrices are not the base's, first {describe(wrong[0])}"
     outcome = StepOutcome(
         "quantised alignment",
         verdict,
         f"{read.algorithm.name}: {summary}",
-        covered=() if wrong else result.covered,
+        covered=result.covered if compared.passed else (),
         figures={name: document[name] for name in ("tokens_equal", "near_ties", "tokens_per_step", "approximate_fit")},
         products=(RESULT_FILE,),
         seconds=round(watch.seconds, 3),
@@ -116,24 +139,35 @@ def align_quantised(run: PortRun, checkpoint: Path) -> AlignResult:
     return AlignResult(outcome, result, session.reference.tokenizer)
 
 
-def _plan_ranks(run: PortRun, read: QuantisedCheckpoint, heads: HeadSet | None) -> ConversionPlan:
-    """How the port's base is cut over the checkpoint's ranks."""
-    source = open_tensor_source(run.port.base_path)
-    base = read_base_config(run.port.base_path, source.names())
-    return plan_conversion(base, source, tp_size=read.tp_size, pp_size=read.pp_size, dtype=read.dtype, heads=heads)
+def _require_same_tensors(compared: BaseComparison, checkpoint: Path) -> None:
+    """Refuse what no twin can be made of. Raises CheckpointError: another structure, other tensors or shapes."""
+    faults = [fault for fault in compared.differences if fault.kind in ("missing", "surplus", "shape")]
+    faults += [fault for fault in compared.differences if fault.module in STRUCTURE]
+    if faults:
+        raise CheckpointError(
+            f"the quantised checkpoint is of another base: {faults[0].text}",
+            where=checkpoint,
+            items=[f"{fault.module}: {fault.kind}" for fault in faults],
+            next_step="name a checkpoint of this port's base",
+        )
 
 
-def _write_twin(
-    read: QuantisedCheckpoint, plan: ConversionPlan, layout: StoredLayout | None, target: Path, *, dtype: str
+def _write_one_rank(
+    read: QuantisedCheckpoint, tensors: Mapping[str, torch.Tensor], target: Path, dtype: str, architecture: str
 ) -> Path:
-    """The 16-bit checkpoint of one rank: an emulator in one process runs it, whatever the ranks it was cut for."""
-    from safetensors.torch import save_file
+    """A checkpoint of one rank in floating point: an emulator in one process runs it, whatever the ranks were.
 
-    parts = [dequantise_rank(read, rank, dtype, layout) for rank in range(len(read.ranks))]
-    joined = join_ranks(plan, parts, read.folder)
-    config = {**read.config, "dtype": dtype, "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1}}
-    config |= {"quantization": {"quant_algo": None, "kv_cache_quant_algo": None}, "use_parallel_embedding": False}
+    Its logits are float32: rounding them, as ModelOpt's config asks for, would hide how near two phases are.
+    """
+    config = {**read.config, "architecture": architecture, "dtype": dtype, "logits_dtype": "float32"}
+    config |= {"mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1}, "use_parallel_embedding": False}
+    config |= {"quantization": {"quant_algo": None, "kv_cache_quant_algo": None}}
+    if not any(name.startswith(HEADS) for name in tensors):
+        config = {name: value for name, value in config.items() if name not in ("num_medusa_heads", "max_draft_len")}
     target.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in joined.items()}, target / "rank0.safetensors")
+    kind = getattr(torch, dtype)
+    write_tensors(
+        target / "rank0.safetensors", {name: tensor.to(kind).contiguous() for name, tensor in tensors.items()}
+    )
     write_json(target / "config.json", config)
     return target

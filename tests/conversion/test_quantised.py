@@ -69,19 +69,21 @@ def heads(tmp_path):
     return folder
 
 
-def quantise(plain, folder, algorithm, *, calibrated=True):
+def quantise(plain, folder, algorithm, *, calibrated=True, group=GROUP):
     """A checkpoint in ModelOpt's layout, of as many ranks as the plain one has."""
     folder.mkdir(parents=True)
     for file in plain.glob("rank*.safetensors"):
-        tensors = quantise_tensors(load_file(file), algorithm, calibrated=calibrated)
+        tensors = quantise_tensors(load_file(file), algorithm, calibrated=calibrated, group=group)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file.name)
     config = json.loads((plain / "config.json").read_text())
     config["quantization"] = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    if algorithm.endswith("_AWQ"):
+        config["quantization"] |= {"group_size": group, "pre_quant_scale": True, "has_zero_point": False}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def quantise_tensors(tensors, algorithm, *, calibrated):
+def quantise_tensors(tensors, algorithm, *, calibrated, group):
     generator = torch.Generator().manual_seed(1)
     for name in [name for name in tensors if name.endswith(".weight") and name.split(".")[-2] in QUANTISED]:
         module, weight = name.removesuffix(".weight"), tensors[name].float()
@@ -96,7 +98,7 @@ def quantise_tensors(tensors, algorithm, *, calibrated):
             scale = weight.abs().amax(1) / 127.0
             tensors[name] = (weight / scale[:, None]).round().clamp(-128, 127).to(torch.int8)
         else:
-            groups = weight.reshape(len(weight), -1, min(GROUP, weight.shape[1]))
+            groups = weight.reshape(len(weight), -1, min(group, weight.shape[1]))
             scale = groups.abs().amax(-1) / 7.0
             whole = (groups / scale[..., None]).round().clamp(-8, 7).reshape(weight.shape).to(torch.int8)
             tensors[name] = ((whole[0::2] & 15) | (whole[1::2] << 4)).to(torch.int8)
@@ -292,7 +294,9 @@ def test_the_step_checks_compares_and_writes(base, plain, tmp_path, heads):
         folder, base=base, heads=heads, dequantised=tmp_path / "twin", out=tmp_path / "joined", max_draft_len=15
     )
     assert result.outcome.verdict is Verdict.PASS, result.outcome.summary
-    assert (tmp_path / "twin" / "rank0.safetensors").is_file()
+    (tmp_path / "any").touch()
+    written = [tmp_path / name / "rank0.safetensors" for name in ("twin", "joined")]
+    assert {file.stat().st_mode for file in written} == {(tmp_path / "any").stat().st_mode}
     assert json.loads((tmp_path / "joined" / "config.json").read_text())["max_draft_len"] == 15
     edit(folder, lambda tensors: tensors[f"{LAYER}.weight"].view(torch.uint8).bitwise_xor_(0x80))
     assert check_quantised(folder, base=base).outcome.failing_gate == "weights"
@@ -322,6 +326,27 @@ def test_the_step_checks_compares_and_writes(base, plain, tmp_path, heads):
         ({"hidden_size": "64"}, "hidden_size"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"architecture": 5}, "architecture"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers"),
+        ({"num_attention_heads": "4"}, "num_attention_heads"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads"),
+        ({"head_size": [16]}, "head_size"),
+        ({"intermediate_size": "128"}, "intermediate_size"),
+        ({"norm_epsilon": "1e-5"}, "norm_epsilon"),
+        ({"norm_epsilon": 0}, "norm_epsilon"),
+        ({"rotary_base": True}, "rotary_base"),
+        ({"rotary_base": float("inf")}, "rotary_base"),
+        ({"rotary_scaling": [2]}, "rotary_scaling"),
+        ({"position_embedding_type": 3}, "position_embedding_type"),
+        ({"hidden_act": ["silu"]}, "hidden_act"),
+        ({"use_parallel_embedding": "yes"}, "use_parallel_embedding"),
+        ({"embedding_sharding_dim": 2}, "embedding_sharding_dim"),
+        ({"num_medusa_heads": "2"}, "num_medusa_heads"),
+        ({"num_medusa_layers": -1}, "num_medusa_layers"),
+        ({"max_draft_len": 64}, "max_draft_len"),
+        ({"max_draft_len": -1}, "max_draft_len"),
+        ({"quantization": {"quant_algo": "W4A16_AWQ", "group_size": "128"}}, "group_size"),
+        ({"quantization": {"quant_algo": "W4A16_AWQ", "group_size": 0}}, "group_size"),
+        ({"quantization": {"quant_algo": "W4A16_AWQ", "pre_quant_scale": "yes"}}, "pre_quant_scale"),
     ],
 )
 def test_a_config_of_another_shape_is_refused_by_its_field(plain, tmp_path, changes, named):

@@ -6,24 +6,21 @@ import pytest
 
 from porting_kit.errors import CheckpointError, RunFolderError
 from porting_kit.outcomes import Verdict
-from porting_kit.steps import quantised_alignment
 from porting_kit.steps.context import open_port_run
 from porting_kit.steps.quantised import check_quantised
 from porting_kit.steps.quantised_alignment import align_quantised
 from tests.cli.conftest import PortFolder, port, pristine_port  # noqa: F401 (fixtures)
 from tests.conversion.test_quantised import edit, quantise
+from tests.conversion.test_quantised_base import change_config
 
-# A random model has flat logits, so its own best tokens move more than a trained one's.
-WIDE = {"near_tie_agreement": 0.5, "largest_margin": 2.0, "mean_divergence": 0.1, "largest_divergence": 1.0}
 LAYER = "transformer.layers.1.mlp.proj"
 
 
 @pytest.fixture
-def case(port: PortFolder, tmp_path, monkeypatch):  # noqa: F811
+def case(port: PortFolder, tmp_path):  # noqa: F811
     """A run, and its base as an FP8 checkpoint."""
     from porting_kit.conversion.convert import convert_checkpoint
 
-    monkeypatch.setattr(quantised_alignment, "DISTANCE_BOUNDS", {8: WIDE, 4: WIDE})
     run = open_port_run(port.file, run_folder=tmp_path / "run")
     convert_checkpoint(port.base, tmp_path / "plain", dtype="float32")
     return run, quantise(tmp_path / "plain", tmp_path / "fp8", "FP8")
@@ -35,7 +32,9 @@ def test_medusa_on_an_fp8_base_is_right_and_called_approximate(case):
     passed = {gate.name for gate in result.alignment.gates if gate.passed}
     assert result.outcome.verdict is Verdict.PASS, result.outcome.summary
     assert passed >= {"tokens", "medusa equals greedy", "batches", "repeat", "heads", "fit"}
-    assert result.alignment.approximate_fit.notes == ("weights in FP8",)
+    fit = result.alignment.approximate_fit
+    assert fit.notes == ("weights in FP8",)
+    assert 0 < fit.mean_divergence <= fit.bounds["mean_divergence"]
     assert (run.folder.root / "quantised_alignment.json").is_file()
     assert not list(run.folder.root.glob("tmp*"))
 
@@ -56,6 +55,36 @@ def test_one_scale_that_is_2_percent_off_fails_by_the_weights(case):
     result = align_quantised(run, checkpoint)
     assert (result.outcome.verdict, result.outcome.failing_gate) == (Verdict.FAIL, "weights")
     assert LAYER in result.outcome.summary
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"norm_epsilon": 1e-2}, "norm_epsilon is 0.01"), ({"hidden_act": "relu"}, "hidden_act is 'relu'")],
+)
+def test_a_config_that_makes_another_model_fails_by_the_config(case, changes, said):
+    run, checkpoint = case
+    change_config(checkpoint, changes)
+    result = align_quantised(run, checkpoint)
+    assert (result.outcome.verdict, result.outcome.failing_gate) == (Verdict.FAIL, "config")
+    assert said in result.outcome.summary
+    assert result.outcome.covered == ()
+
+
+def test_a_norm_that_is_not_the_bases_fails_by_its_value(case):
+    """Too small for the distance of the text, and no matrix shows it."""
+    run, checkpoint = case
+    edit(checkpoint, lambda tensors: tensors["transformer.ln_f.weight"].mul_(1.001))
+    result = align_quantised(run, checkpoint)
+    assert (result.outcome.verdict, result.outcome.failing_gate) == (Verdict.FAIL, "value")
+    assert "transformer.ln_f.weight differs from the base's" in result.outcome.summary
+
+
+def test_logits_in_16_bit_do_not_blur_the_comparison_of_the_phases(case):
+    """nvidia-modelopt 0.47.0 writes logits_dtype float16."""
+    run, checkpoint = case
+    change_config(checkpoint, {"logits_dtype": "float16"})
+    result = align_quantised(run, checkpoint)
+    assert result.outcome.verdict is Verdict.PASS, result.outcome.summary
 
 
 @pytest.mark.parametrize("algorithm", ["FP8", pytest.param("W8A8_SQ_PER_CHANNEL", marks=pytest.mark.slow)])

@@ -1,0 +1,50 @@
+"""A base rounded as a quantised checkpoint rounds it, to another grid: what rounding alone does to this model.
+
+Rounding twice with grids that are shifted against each other gives two independent errors of one size. So the distance
+of this one from the base says how far a right checkpoint of the same format may lie, whatever the model and the texts:
+small models, and formats of few bits, move by more than large ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from porting_kit.conversion.dequantised import StoredMatrix, read_matrix, require_quantised
+from porting_kit.conversion.quantised import weight_scale_name
+from porting_kit.conversion.quantised_base import ConvertedBase
+from porting_kit.conversion.quantised_comparison import choose_scale, round_with
+from porting_kit.conversion.quantised_files import QuantisedCheckpoint
+
+if TYPE_CHECKING:
+    import torch
+
+    from porting_kit.conversion.weight_interleaving import StoredLayout
+
+GRID = 1 / 0.9
+"""Scales are so much larger than the largest number asks for: nothing is cut off, and the grid is another one."""
+
+
+def round_rank(
+    checkpoint: QuantisedCheckpoint, rank: int, base: ConvertedBase, layout: StoredLayout | None = None
+) -> dict[str, torch.Tensor]:
+    """One rank's tensors of the base, the matrices that the checkpoint quantises rounded.
+
+    The smoothing of inputs is the checkpoint's, because it belongs to the format; the scales are the base's own.
+    """
+    from safetensors.torch import load_file
+
+    algorithm, own = require_quantised(checkpoint), load_file(checkpoint.file(rank))
+    tensors = dict(base.ranks[rank])
+    for module in checkpoint.modules(rank):
+        name = f"{module}.weight"
+        if weight_scale_name(own, module) is None or name not in tensors:
+            continue
+        matrix, wanted = read_matrix(own, module, algorithm, layout), tensors[name].float()
+        smoothed = wanted if matrix.prequant is None else wanted / matrix.prequant[None]
+        plain = StoredMatrix(matrix.numbers, matrix.scale, None)
+        scale = choose_scale(smoothed, plain, algorithm) * GRID
+        rounded = round_with(replace(plain, scale=scale), smoothed, algorithm)
+        rounded = rounded if matrix.prequant is None else rounded * matrix.prequant[None]
+        tensors[name] = rounded.to(tensors[name].dtype)
+    return tensors

@@ -1,0 +1,394 @@
+"""A quantised checkpoint against its base: config and every tensor in 16 bit; each seeded fault is named."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from porting_kit.conversion.convert import convert_checkpoint
+from porting_kit.conversion.dequantised import StoredMatrix
+from porting_kit.conversion.quantised_comparison import find_scale_fault, measure_distance
+from porting_kit.conversion.quantised_files import ALGORITHMS
+from porting_kit.errors import CheckpointError, ConversionError
+from porting_kit.outcomes import Verdict
+from porting_kit.steps.quantised import check_quantised
+from tests.conversion.rule_models import raw_config, write_model
+from tests.conversion.test_quantised import GROUP, E, V, base, edit, heads, plain, quantise  # noqa: F401 (fixtures)
+
+EMBEDDING, NORM, OUTPUT = "transformer.vocab_embedding.weight", "transformer.ln_f.weight", "lm_head.weight"
+LAYER = "transformer.layers.1.mlp.proj"
+
+
+@pytest.fixture
+def checkpoint(plain, tmp_path):  # noqa: F811
+    return quantise(plain, tmp_path / "q", "FP8")
+
+
+def change_config(folder, changes):
+    """Write fields; None takes one out."""
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def differences(folder, base_folder, **options):
+    result = check_quantised(folder, base=base_folder, **options)
+    found = result.compared.differences
+    assert (result.outcome.verdict is Verdict.FAIL) == bool(found), result.outcome.summary
+    return found
+
+
+def test_every_tensor_in_16_bit_is_the_bases(checkpoint, base):  # noqa: F811
+    result = check_quantised(checkpoint, base=base)
+    assert result.outcome.verdict is Verdict.PASS, result.outcome.summary
+    assert result.outcome.figures["unquantised_tensors"] == {"equal": 7, "not_compared": 0}
+    assert "7 tensors in 16 bit are the base's" in result.outcome.summary
+    assert result.document()["differences"] == []
+
+
+def put(name, change):
+    return lambda tensors: tensors.update({name: change(tensors[name])})
+
+
+def with_nan(tensor):
+    tensor = tensor.clone()
+    tensor.view(-1)[3] = float("nan")
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        (put(EMBEDDING, lambda t: t.roll(1, 0)), "value", "differs from the base's in"),
+        (put(EMBEDDING, lambda t: t[:-1].clone()), "shape", r"is \[159, 64\], expected \[160, 64\]"),
+        (put(OUTPUT, lambda t: t.bfloat16().half()), "value", "rounded to bfloat16 on the way"),
+        (put(OUTPUT, lambda t: t.float()), "dtype", "is float32, expected float16"),
+        (put(NORM, lambda t: t * 1.001), "value", "by up to"),
+        (put(NORM, with_nan), "value", "holds 1 values that are not finite"),
+        (put("transformer.layers.0.input_layernorm.weight", torch.zeros_like), "value", "64 of 64 values"),
+        (lambda tensors: tensors.pop(NORM), "missing", "there is no transformer.ln_f.weight"),
+        (lambda tensors: tensors.update({"transformer.ln_f.bias": torch.zeros(E).half()}), "surplus", "has no place"),
+        (lambda tensors: tensors.update({f"{LAYER}.bias": torch.zeros(E).half()}), "surplus", "has no place"),
+    ],
+)
+def test_a_tensor_that_is_not_the_bases_is_named(checkpoint, base, change, kind, said):  # noqa: F811
+    edit(checkpoint, change)
+    (fault,) = differences(checkpoint, base)
+    assert fault.kind == kind
+    assert fault.module.startswith("rank0: ")
+    assert re.search(said, fault.text), fault.text
+
+
+@pytest.mark.parametrize("name", ["transformer.position_embedding.weight", "transformer.layers.1.mlp.fc.bias"])
+def test_position_tables_and_biases_are_compared(tmp_path, name):
+    write_model(tmp_path / "base", raw_config("gpt2"))
+    convert_checkpoint(tmp_path / "base", tmp_path / "plain", dtype="float16")
+    folder = quantise(tmp_path / "plain", tmp_path / "q", "W8A16")
+    assert differences(folder, tmp_path / "base") == ()
+    edit(folder, lambda tensors: tensors[name][1:2].add_(0.25))
+    (fault,) = differences(folder, tmp_path / "base")
+    assert (fault.kind, fault.module) == ("value", f"rank0: {name}")
+
+
+@pytest.mark.parametrize("family", ["bloom", "gemma", "falcon", "gptj", "opt", "phi", "qwen2", "cohere"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_sound_checkpoints_of_other_families_have_no_difference(tmp_path, family, tp_size):
+    write_model(tmp_path / "base", raw_config(family, vocab_size=40))
+    convert_checkpoint(tmp_path / "base", tmp_path / "plain", dtype="float16", tp_size=tp_size)
+    assert differences(quantise(tmp_path / "plain", tmp_path / "q", "W8A16"), tmp_path / "base") == ()
+
+
+# ---------------------------------------------------------------- the config
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("architecture", "BloomForCausalLM"),
+        ("hidden_size", 128),
+        ("num_attention_heads", 8),
+        ("num_key_value_heads", 4),
+        ("head_size", 32),
+        ("intermediate_size", 256),
+        ("vocab_size", 159),
+        ("norm_epsilon", 1e-3),
+        ("rotary_base", 500000.0),
+        ("rotary_scaling", {"type": "linear", "factor": 2.0}),
+        ("position_embedding_type", "learned_absolute"),
+        ("hidden_act", "gelu"),
+        ("attn_bias", True),
+    ],
+)
+def test_a_field_of_another_model_is_named(checkpoint, base, field, value):  # noqa: F811
+    change_config(checkpoint, {field: value})
+    fault = differences(checkpoint, base)[0]
+    assert (fault.kind, fault.module) == ("config", field)
+    assert f"{field} is {value!r}" in fault.text
+
+
+@pytest.mark.parametrize(
+    ("raw", "field", "default"),
+    [
+        ({"rope_theta": 100000.0}, "rotary_base", "10000.0"),
+        ({"rms_norm_eps": 1e-3}, "norm_epsilon", "1e-05"),
+        ({"head_dim": 16}, "head_size", "8"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads", "4"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rotary_scaling", "None"),
+        ({}, "position_embedding_type", "'learned_absolute'"),
+        ({}, "hidden_act", "'gelu'"),
+    ],
+)
+def test_a_field_that_is_left_out_is_the_librarys_default(tmp_path, raw, field, default):
+    """nvidia-modelopt 0.47.0 writes no rotary_base beside transformers 5."""
+    write_model(tmp_path / "base", raw_config("llama", attention_bias=False, mlp_bias=False, **raw))
+    convert_checkpoint(tmp_path / "base", tmp_path / "plain", dtype="float16")
+    folder = quantise(tmp_path / "plain", tmp_path / "q", "FP8")
+    assert differences(folder, tmp_path / "base") == ()
+    change_config(folder, {field: None})
+    result = check_quantised(folder, base=tmp_path / "base")
+    assert f"{field} is absent, for which the library takes {default}" in result.outcome.summary
+    assert (result.outcome.failing_gate, result.outcome.verdict) == ("config", Verdict.FAIL)
+    if field == "rotary_base":
+        assert result.outcome.figures["next_step"].startswith("correct rotary_base in the checkpoint's config.json")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rotary_base": None, "rotary_scaling": None, "attn_bias": None, "mlp_bias": None},  # the defaults are right
+        {"norm_epsilon": 1.0000000e-06 * (1 + 1e-8), "logits_dtype": "float16", "use_parallel_embedding": True},
+        {"architecture": "MistralForCausalLM", "hidden_act": "swiglu", "producer": {"name": "modelopt"}},
+        {"rotary_scaling": {"rope_type": "default"}, "max_position_embeddings": 128},
+    ],
+)
+def test_another_spelling_of_the_same_model_is_no_difference(checkpoint, base, changes):  # noqa: F811
+    change_config(checkpoint, changes)
+    assert differences(checkpoint, base) == ()
+
+
+# ---------------------------------------------------------------- groups of INT4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"group_size": 64}, r"its scale is \[64, 2\], groups of 64 need \[64, 1\]"),
+        ({"group_size": None}, r"groups of 128 \(the library's, none is stated\) do not divide its 64"),
+        ({"group_size": 48}, "groups of 48 do not divide its 64 inputs"),
+    ],
+)
+def test_groups_that_do_not_fit_the_scales_are_named(plain, tmp_path, changes, said):  # noqa: F811
+    folder = quantise(plain, tmp_path / "q", "W4A16_AWQ")
+    section = {**json.loads((folder / "config.json").read_text())["quantization"], **changes}
+    change_config(folder, {"quantization": section})
+    faults = check_quantised(folder).faults
+    assert {fault.kind for fault in faults} == {"group"}
+    assert re.search(said, faults[0].text), faults[0].text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"), [({"pre_quant_scale": False}, "leaves every prequant"), ({"has_zero_point": True}, "zero")]
+)
+def test_settings_that_choose_other_parameters_are_named(plain, tmp_path, changes, said):  # noqa: F811
+    folder = quantise(plain, tmp_path / "q", "W4A16_AWQ")
+    section = {**json.loads((folder / "config.json").read_text())["quantization"], **changes}
+    change_config(folder, {"quantization": section})
+    (fault,) = check_quantised(folder).faults
+    assert fault.kind == "setting"
+    assert said in fault.text
+
+
+def test_groups_of_128_need_no_word_in_the_config(tmp_path):
+    write_model(tmp_path / "base", raw_config("llama", hidden_size=128, intermediate_size=256, attention_bias=False))
+    convert_checkpoint(tmp_path / "base", tmp_path / "plain", dtype="float16")
+    folder = quantise(tmp_path / "plain", tmp_path / "q", "W4A16_AWQ", group=128)
+    section = {**json.loads((folder / "config.json").read_text())["quantization"]}
+    del section["group_size"]
+    change_config(folder, {"quantization": section})
+    assert check_quantised(folder).faults == ()
+    assert GROUP != 128
+
+
+# ---------------------------------------------------------------- ranks and vocabularies
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_embedding_that_is_cut_over_the_ranks_is_compared(base, tmp_path, dim):  # noqa: F811
+    """ModelOpt cuts it and says so in the config; the conversion keeps it whole on every rank."""
+    convert_checkpoint(base, tmp_path / "plain", dtype="float16", tp_size=2)
+    folder = quantise(tmp_path / "plain", tmp_path / "q", "FP8")
+    change_config(folder, {"use_parallel_embedding": True, "embedding_sharding_dim": dim})
+    assert {fault.kind for fault in differences(folder, base)} == {"shape"}  # still whole
+    for rank in range(2):
+        file = folder / f"rank{rank}.safetensors"
+        tensors = load_file(file)
+        tensors[EMBEDDING] = tensors[EMBEDDING].chunk(2, dim)[rank].clone()
+        save_file(tensors, file)
+    assert differences(folder, base) == ()
+    tensors[EMBEDDING] = tensors[EMBEDDING].flip(0).contiguous()
+    save_file(tensors, file)
+    (fault,) = differences(folder, base)
+    assert (fault.kind, fault.module) == ("value", f"rank1: {EMBEDDING}")
+
+
+@pytest.mark.parametrize(("row", "is_padding"), [("zero", True), ("last", True), ("other", False)])
+def test_rows_behind_the_vocabulary_are_padding_or_a_difference(tmp_path, row, is_padding):
+    """A vocabulary of 37 on two ranks has 38 rows."""
+    write_model(tmp_path / "base", raw_config("llama", attention_bias=False, mlp_bias=False))
+    convert_checkpoint(tmp_path / "base", tmp_path / "plain", dtype="float16", tp_size=2)
+    folder = quantise(tmp_path / "plain", tmp_path / "q", "FP8")
+    tensors = load_file(folder / "rank1.safetensors")
+    assert len(tensors[OUTPUT]) == 19
+    tensors[OUTPUT][-1] = {"zero": 0 * tensors[OUTPUT][-1], "last": tensors[OUTPUT][-2]}.get(row, tensors[OUTPUT][0])
+    save_file(tensors, folder / "rank1.safetensors")
+    found = differences(folder, tmp_path / "base")
+    assert bool(found) is not is_padding
+    if found:
+        assert "other rows than padding behind the vocabulary, from row 18 of this rank on" in found[0].text
+
+
+def test_a_vocabulary_that_was_padded_in_the_config_too_is_a_difference(checkpoint, base):  # noqa: F811
+    """ModelOpt pads to 64 rows for AWQ, and then no runtime masks the columns: a logit of 0 beats negative ones."""
+    for name in (EMBEDDING, OUTPUT):
+        edit(checkpoint, put(name, lambda t: torch.cat([t, torch.zeros(32, E).half()])))
+    change_config(checkpoint, {"vocab_size": V + 32})
+    (fault,) = differences(checkpoint, base)
+    assert fault.module == "vocab_size"
+    assert "wins wherever all other logits are negative" in fault.text
+
+
+@pytest.mark.parametrize("fault", ["none", "copy", "missing"])
+def test_each_ranks_tensors_are_compared(base, tmp_path, fault):  # noqa: F811
+    convert_checkpoint(base, tmp_path / "plain", dtype="float16", tp_size=2, pp_size=2)
+    folder = quantise(tmp_path / "plain", tmp_path / "q", "FP8")
+    file, name = folder / "rank3.safetensors", "transformer.layers.0.post_layernorm.weight"
+    tensors = load_file(file)
+    if fault == "copy":
+        tensors[name] = tensors[name] + 1
+    elif fault == "missing":
+        del tensors[name]
+    save_file(tensors, file)
+    expected = {"none": [], "copy": [("value", f"rank3: {name}")], "missing": [("missing", f"rank3: {name}")]}[fault]
+    assert [(found.kind, found.module) for found in differences(folder, base)] == expected
+
+
+def test_an_output_matrix_that_is_shared_with_the_embedding_may_be_absent(tmp_path):
+    write_model(tmp_path / "base", raw_config("bloom", vocab_size=40))
+    convert_checkpoint(tmp_path / "base", tmp_path / "plain", dtype="float16")
+    folder = quantise(tmp_path / "plain", tmp_path / "q", "FP8")
+    edit(folder, lambda tensors: tensors.pop(OUTPUT))
+    assert [fault.kind for fault in differences(folder, tmp_path / "base")] == ["missing"]
+    change_config(folder, {"share_embedding_table": True})
+    assert differences(folder, tmp_path / "base") == ()
+
+
+# ---------------------------------------------------------------- heads
+
+
+@pytest.fixture
+def joined(checkpoint, heads, tmp_path):  # noqa: F811
+    check_quantised(checkpoint, heads=heads, out=tmp_path / "joined", max_draft_len=15)
+    return tmp_path / "joined"
+
+
+def test_heads_in_a_checkpoint_are_compared_where_they_are_named(joined, base, heads):  # noqa: F811
+    known, unknown = (check_quantised(joined, base=base, heads=folder) for folder in (heads, None))
+    assert known.outcome.verdict is unknown.outcome.verdict is Verdict.PASS, known.outcome.summary
+    assert known.outcome.figures["unquantised_tensors"] == {"equal": 13, "not_compared": 0}
+    assert unknown.outcome.figures["unquantised_tensors"] == {"equal": 7, "not_compared": 6}
+    assert "6 of heads not compared" in unknown.outcome.summary
+    edit(joined, put("medusa_heads.1.medusa_layers.0.linear.weight", lambda t: t.T.contiguous()))
+    assert differences(joined, base) == ()
+    (fault,) = differences(joined, base, heads=heads)
+    assert (fault.kind, fault.module) == ("value", "rank0: medusa_heads.1.medusa_layers.0.linear.weight")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (put("medusa_heads.0.lm_head.weight", lambda t: t[:-1].clone()), "shape"),
+        (put("medusa_heads.0.medusa_layers.0.linear.bias", with_nan), "value"),
+        (lambda tensors: tensors.pop("medusa_heads.0.medusa_layers.0.linear.bias"), "missing"),
+        (lambda tensors: tensors.update({"medusa_heads.0.stray.weight": torch.zeros(3).half()}), "surplus"),
+    ],
+)
+def test_heads_that_are_not_at_hand_must_still_be_whole(joined, base, change, kind):  # noqa: F811
+    edit(joined, change)
+    assert [fault.kind for fault in differences(joined, base)] == [kind]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_medusa_heads": 3}, {"num_medusa_heads": 1}, {"num_medusa_layers": 2}, {"num_medusa_heads": 10**9}],
+)
+def test_a_number_of_heads_that_the_file_has_not_is_found(joined, changes):
+    change_config(joined, changes)
+    assert [fault.kind for fault in check_quantised(joined).faults] == ["heads"]
+
+
+def test_heads_to_compare_with_need_heads_in_the_checkpoint_and_a_base(checkpoint, base, heads):  # noqa: F811
+    with pytest.raises(CheckpointError, match="holds no Medusa heads to compare with"):
+        check_quantised(checkpoint, base=base, heads=heads)
+    with pytest.raises(CheckpointError, match="either added or compared"):
+        check_quantised(checkpoint, heads=heads)
+
+
+# ---------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize("limit", [0, -1, 64, 10**9])
+def test_a_draft_limit_that_no_engine_verifies_is_refused(checkpoint, heads, tmp_path, limit):  # noqa: F811
+    with pytest.raises(ConversionError, match="cannot be verified in one step") as caught:
+        check_quantised(checkpoint, heads=heads, out=tmp_path / "joined", max_draft_len=limit)
+    assert "from 1 to 63: with the root, 64 tokens" in str(caught.value.expected)
+    assert not (tmp_path / "joined").exists()
+
+
+def test_a_draft_limit_without_heads_to_add_is_refused(checkpoint):
+    with pytest.raises(CheckpointError, match="written beside heads"):
+        check_quantised(checkpoint, max_draft_len=15)
+
+
+@pytest.mark.parametrize("limit", [0, 64])
+def test_the_conversion_refuses_such_a_draft_limit_too(base, heads, tmp_path, limit):  # noqa: F811
+    with pytest.raises(ConversionError, match="cannot be verified in one step"):
+        convert_checkpoint(base, tmp_path / "out", heads=heads, max_draft_len=limit)
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------- smoothed matrices
+
+
+def smoothed_matrix(outlier):
+    """A matrix of int8 whose first input was smoothed by `outlier`, as SmoothQuant does where activations are large."""
+    weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(3))
+    prequant = torch.ones(1024)
+    prequant[0] = 1 / outlier
+    smooth = weight / prequant
+    scale = smooth.abs().amax(1) / 127
+    return weight, StoredMatrix((smooth / scale[:, None]).round(), scale, prequant)
+
+
+def test_a_matrix_with_one_large_smoothed_column_is_judged_as_it_was_rounded():
+    weight, matrix = smoothed_matrix(200.0)
+    error, bound = measure_distance(matrix, weight, ALGORITHMS["W8A8_SQ_PER_CHANNEL"])
+    assert 0.05 < error <= bound < 0.12
+    plain_error = float((matrix.weight - weight).norm() / weight.norm())
+    assert plain_error > 0.3  # columns of small inputs, which the layer divides out again
+    other = StoredMatrix(matrix.numbers.flip(0), matrix.scale, matrix.prequant)
+    error, bound = measure_distance(other, weight, ALGORITHMS["W8A8_SQ_PER_CHANNEL"])
+    assert error > 10 * bound
+
+
+def test_a_column_that_hangs_on_one_number_is_not_judged_by_how_that_was_rounded():
+    """In groups of its own scale one number outweighs the column; 4.4987 that became 5 is no fault of the scale."""
+    weight = 0.05 * torch.randn(64, 64, generator=torch.Generator().manual_seed(4))
+    weight[5, 9] = 4.4987
+    scale = torch.full((64, 1), 0.05 * 3 / 7)
+    scale[5] = 1.0
+    numbers = (weight / scale).round().clamp(-8, 7)
+    numbers[5, 9] = 5
+    matrix = StoredMatrix(numbers, scale, torch.ones(64))
+    assert find_scale_fault(matrix, weight, ALGORITHMS["W4A16_AWQ"]) is None
