@@ -89,6 +89,8 @@ class ShardFault:
 
 
 Parts = list[torch.Tensor]
+OTHER_VALUES = "other values"
+"""Name of what no mistake explains."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ def explain_failures(
     if rest:
         fix = "convert again; if it stays, the disk or the memory is faulty"
         targets = tuple(target for target, _ in rest)
-        faults.append(ShardFault("other values", "tensors hold other values than the source", fix, targets, rest[0][1]))
+        faults.append(ShardFault(OTHER_VALUES, "tensors hold other values than the source", fix, targets, rest[0][1]))
     return tuple(faults)
 
 

@@ -17,7 +17,7 @@ from porting_kit.medusa.tree import MedusaTree
 from porting_kit.port import Port
 from porting_kit.source_tree import SourceTree
 from porting_kit.steps.fit import plan_port_fit
-from porting_kit.steps.joined_base import open_joined_base
+from porting_kit.steps.joined_base import follow_embedding, open_joined_base, plan_base
 from porting_kit.steps.preflight import (
     open_port_tree,
     read_port_base,
@@ -32,7 +32,13 @@ TREE_FILE = "medusa_choices.json"
 
 @dataclass(frozen=True)
 class ConversionInputs:
-    """The parts of one port's conversion. `joined`: the base checkpoint that heads are added to, then the source."""
+    """The parts of one port's conversion.
+
+    Args:
+        source: the tensors that are converted or copied.
+        joined: the base checkpoint that heads are added to, then `source` is its; None where the base is converted.
+        base_plan: how the Hugging Face base would have been converted, and `base_source` its tensors; with `joined`.
+    """
 
     port: Port
     source_tree: SourceTree
@@ -43,6 +49,8 @@ class ConversionInputs:
     tree: MedusaTree
     fit: FitPlan
     joined: CheckpointBase | None = None
+    base_plan: ConversionPlan | None = None
+    base_source: TensorSource | None = None
 
     @property
     def sources(self) -> tuple[TensorSource, ...]:
@@ -81,9 +89,11 @@ def open_conversion(port: Port, *, check_values: bool = False) -> ConversionInpu
     base = read_port_base(port, release, source)
     heads = read_port_heads(port, base, check_values=check_values)
     fit = plan_port_fit(port, base, profile)
-    joined = None
+    joined = base_plan = base_source = None
     if port.base_checkpoint_path is not None:
-        joined, source = open_joined_base(port, base, fit)
+        base_source = source
+        joined, source = open_joined_base(port, base, base_source, fit, release)
+        base_plan = follow_embedding(plan_base(port, base, base_source, release), joined)
     return ConversionInputs(
         port=port,
         source_tree=source_tree,
@@ -94,4 +104,6 @@ def open_conversion(port: Port, *, check_values: bool = False) -> ConversionInpu
         tree=read_port_tree(port, heads),
         fit=fit,
         joined=joined,
+        base_plan=base_plan,
+        base_source=base_source,
     )

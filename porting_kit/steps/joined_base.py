@@ -1,25 +1,44 @@
-"""The base checkpoint that heads are added to, held against what the port says of its base. Reads headers only."""
+"""The base checkpoint that heads are added to, held against what the port says of its base. Reads headers only.
+
+What the port would have converted is planned, and the checkpoint compared with it: fields of the config, names, shapes
+and dtypes of all ranks. Whether the values are the base's own is proved by `convert --verify`, by the same plan.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from porting_kit.architectures.base_config import BaseConfig
+from porting_kit.architectures.rules import VOCABULARY, Shard
 from porting_kit.conversion.base_checkpoint import CheckpointBase, open_base_checkpoint
+from porting_kit.conversion.config_fields import build_config
+from porting_kit.conversion.plan import EMBEDDING, plan_conversion
+from porting_kit.conversion.planned import ConversionPlan, PlannedTensor
+from porting_kit.conversion.quantised_config import compare_config
+from porting_kit.conversion.quantised_files import read_quantised
+from porting_kit.conversion.sharding import cut_pieces
 from porting_kit.conversion.tensor_source import TensorSource
+from porting_kit.conversion.unquantised import compare_headers
 from porting_kit.errors import CheckpointError
 from porting_kit.kernel_fit.plan import FitPlan
 from porting_kit.port import Port
 
 
-def open_joined_base(port: Port, base: BaseConfig, fit: FitPlan | None) -> tuple[CheckpointBase, TensorSource]:
+def open_joined_base(
+    port: Port, base: BaseConfig, base_source: TensorSource, fit: FitPlan | None, release: str | None
+) -> tuple[CheckpointBase, TensorSource]:
     """The port's base checkpoint, when it is what the port would have converted.
 
     Args:
         port: names the base checkpoint.
-        base: the Hugging Face base, for the release the checkpoint is for.
+        base: the Hugging Face base.
+        base_source: its tensors.
         fit: the port's kernel fit; None for none.
+        release: that the checkpoint is for; None where the port names none.
 
     Raises:
-        CheckpointError: it cannot be used, is of another base, dtype or ranks, or the port needs a kernel fit.
+        CheckpointError: it cannot be used; is of another base, dtype or ranks; states other fields, or holds other
+            tensors than the base's; or the port needs a kernel fit.
     """
     joined, source = open_base_checkpoint(port.base_checkpoint_path)
     wanted = (
@@ -48,4 +67,45 @@ def open_joined_base(port: Port, base: BaseConfig, fit: FitPlan | None) -> tuple
             found=f"fit: {fit}",
             where=joined.where,
         )
+    _require_same_model(port, plan_base(port, base, base_source, release))
     return joined, source
+
+
+def plan_base(port: Port, base: BaseConfig, base_source: TensorSource, release: str | None) -> ConversionPlan:
+    """What the port would have converted, without heads. Raises as `plan_conversion` does."""
+    target = port.target
+    return plan_conversion(
+        base, base_source, dtype=port.dtype, release=release, tp_size=target.tp_size, pp_size=target.pp_size
+    )
+
+
+def _require_same_model(port: Port, plan: ConversionPlan) -> None:
+    folder = port.base_checkpoint_path
+    checkpoint = read_quantised(folder)
+    converted, _ = build_config(plan.base, dtype=plan.dtype, tp_size=plan.tp_size, pp_size=plan.pp_size)
+    faults = (*compare_config(checkpoint.config, converted, plan.base), *compare_headers(checkpoint, plan))
+    if faults:
+        raise CheckpointError(
+            f"the base checkpoint is not what the port's base converts to: {faults[0].text}",
+            found=f"{len(faults)} differences",
+            where=folder,
+            items=[f"{fault.module}: {fault.kind}" for fault in faults],
+            next_step="convert the base again, or name the base that this checkpoint was made of",
+        )
+
+
+def follow_embedding(plan: ConversionPlan, base: CheckpointBase) -> ConversionPlan:
+    """A base's plan with the embedding cut as a checkpoint's config says: some converters cut it over the ranks."""
+    if plan.tp_size == 1 or not base.raw.get("use_parallel_embedding"):
+        return plan
+    shard = VOCABULARY if base.raw.get("embedding_sharding_dim", 0) == 0 else Shard(1)
+    tensors = [_cut_again(one, shard, plan) if one.target == EMBEDDING else one for one in plan.tensors]
+    return replace(plan, tensors=tuple(tensors))
+
+
+def _cut_again(planned: PlannedTensor, shard: Shard, plan: ConversionPlan) -> PlannedTensor:
+    whole = planned.shape[0] - planned.padded_rows
+    rows = plan.padded_vocab_size if shard.vocabulary else whole
+    shape, piece = (rows, *planned.shape[1:]), planned.pieces[0]
+    pieces = cut_pieces(piece.name, piece.rank // plan.tp_size, shape, shard, plan.dims, plan.tp_size)
+    return replace(planned, shape=shape, shard=shard, pieces=pieces, padded_rows=rows - whole)

@@ -1,18 +1,20 @@
 """`porting-kit convert --verify`: read the checkpoint and its sources again and prove every tensor.
 
 The rules are run backwards from the files of all ranks to the source; a tensor that does not lead back is named, with
-the ranks that hold it. Attention that a kernel fit changed has no way back: it is made again and compared.
+the ranks that hold it. Attention that a kernel fit changed has no way back: it is made again and compared. Where heads
+were added to a base checkpoint, its tensors are compared with it and led back to the Hugging Face base as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from porting_kit.conversion.config_fields import FieldRow, find_changed_fields
 from porting_kit.conversion.output_folder import CONFIG, RECEIPT
-from porting_kit.conversion.proof import Failure, Proof, open_ranks, prove_fitted, prove_targets
-from porting_kit.conversion.shard_faults import ShardFault, explain_failures
+from porting_kit.conversion.proof import Failure, Proof, ReadTensor, open_ranks, prove_fitted, prove_targets
+from porting_kit.conversion.shard_faults import OTHER_VALUES, ShardFault, explain_failures
 from porting_kit.conversion.source_digests import SourceDigests
 from porting_kit.errors import CheckpointError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
@@ -24,6 +26,7 @@ from porting_kit.steps.fit import measure_port_activations
 from porting_kit.steps.prerequisites import read_checkpoint_document
 
 STEP = "convert"
+OTHER_BASE = "convert the base checkpoint again, or name as base the model that it was made of"
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,10 @@ def _prove(run: PortRun, inputs: ConversionInputs, workers: int) -> tuple[Proof,
     if fit is None:
         proof = prove_targets(plan, inputs.source, inputs.heads, readers, workers)
         mistakes = explain_failures(plan, inputs.source, inputs.heads, readers, proof)
+        if inputs.joined is not None:
+            led_back, unlike = _prove_base(inputs, readers, proof, workers)
+            mistakes = (*mistakes, *unlike)
+            proof = Proof(proof.proved + led_back.proved, (*proof.failures, *led_back.failures))
     else:
         proof = prove_fitted(plan, inputs.source, inputs.heads, readers, fit)
     mapping = read_checkpoint_document(run).get("mapping", {})
@@ -93,6 +100,18 @@ def _prove(run: PortRun, inputs: ConversionInputs, workers: int) -> tuple[Proof,
         failure = Failure(CONFIG, (), f"the mapping says {mapping}, the files are of {plan.tp_size} x {plan.pp_size}")
         proof = replace(proof, failures=(*proof.failures, failure))
     return replace(proof, failures=(*proof.failures, *_find_changed_fields(run))), mistakes
+
+
+def _prove_base(
+    inputs: ConversionInputs, readers: Sequence[ReadTensor], copied: Proof, workers: int
+) -> tuple[Proof, tuple[ShardFault, ...]]:
+    """Lead the tensors that were copied from a base checkpoint back to the Hugging Face base; what failed stays so."""
+    failed = {failure.target.partition("/")[2] for failure in copied.failures}
+    plan, source = inputs.base_plan, inputs.base_source
+    chosen = [one for one in plan.tensors if not failed & {piece.name for piece in one.pieces}]
+    proof = prove_targets(plan, source, None, readers, workers, chosen)
+    mistakes = explain_failures(plan, source, None, readers, proof)
+    return proof, tuple(replace(one, fix=OTHER_BASE) if one.name == OTHER_VALUES else one for one in mistakes)
 
 
 def _find_changed_fields(run: PortRun) -> list[Failure]:

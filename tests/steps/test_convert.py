@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from porting_kit.conversion import convert_checkpoint
 from porting_kit.conversion.stream import Progress
@@ -56,6 +57,102 @@ def test_a_base_checkpoint_gives_the_same_as_the_base(port: Path, tmp_path: Path
     overrides["target.tp_size"] = 1
     with pytest.raises(CheckpointError, match="of another tp_size than the port"):
         convert_port(open_port_run(port, run_folder=tmp_path / "other", overrides=overrides))
+
+
+@pytest.fixture
+def joined(port: Path, tmp_path: Path):
+    """A port that adds heads to a checkpoint of two ranks, and that checkpoint."""
+    folder = tmp_path / "upstream"
+    convert_checkpoint(port.parent / "base", folder, dtype="float32", tp_size=2)
+    overrides = {"target.tp_size": 2, "base_checkpoint": str(folder)}
+    return lambda: open_port_run(port, run_folder=tmp_path / "joined", overrides=overrides), folder
+
+
+NORM = "transformer.layers.1.post_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: tensors.pop(NORM), f"there is no {NORM}"),
+        (lambda tensors: tensors.update({"transformer.stray.bias": torch.zeros(3)}), "stray.bias .* has no place"),
+        (lambda tensors: tensors.update({NORM: torch.ones(3)}), f"{NORM} is .3., expected"),
+        (lambda tensors: tensors.update({NORM: tensors[NORM].half()}), f"{NORM} is float16, expected float32"),
+    ],
+)
+def test_a_base_checkpoint_with_other_tensors_is_refused(joined, change, said: str) -> None:
+    """Whatever its config says: the library would leave out what it does not ask for, or stop while it loads."""
+    open_joined, folder = joined
+    change_ranks(folder, lambda ranks: change(ranks[1]))
+    with pytest.raises(CheckpointError, match=said):
+        convert_port(open_joined())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("norm_epsilon", 1e-3),
+        ("num_attention_heads", 8),
+        ("num_key_value_heads", 1),
+        ("position_embedding_type", "alibi"),
+        ("hidden_act", "relu"),
+        ("num_hidden_layers", 3),
+        ("intermediate_size", 96),
+    ],
+)
+def test_a_base_checkpoint_with_another_config_is_refused(joined, field: str, value) -> None:
+    open_joined, folder = joined
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    with pytest.raises(CheckpointError, match=f"not what the port's base converts to: {field} is {value!r}"):
+        convert_port(open_joined())
+
+
+def test_values_of_a_base_checkpoint_are_led_back_to_the_base(joined) -> None:
+    """Copied bit for bit, and still of another model: only the Hugging Face base can tell."""
+    open_joined, folder = joined
+    change_ranks(folder, lambda ranks: ranks[0]["transformer.layers.0.mlp.proj.weight"].mul_(1.01))
+    run = open_joined()
+    convert_port(run)
+    outcome = prove_port(run).outcome
+    assert (outcome.verdict, outcome.failing_gate) == (Verdict.FAIL, "inverse rules")
+    assert outcome.figures["unproved"] == ["transformer.layers.0.mlp.proj.weight"]
+    assert outcome.figures["next_step"].startswith("convert the base checkpoint again")
+
+
+def test_a_mistake_of_the_base_checkpoints_converter_is_named(joined) -> None:
+    open_joined, folder = joined
+    name = "transformer.layers.0.attention.qkv.weight"
+
+    def swap(ranks) -> None:
+        ranks[0][name], ranks[1][name] = ranks[1][name], ranks[0][name]
+
+    change_ranks(folder, swap)
+    run = open_joined()
+    convert_port(run)
+    result = prove_port(run)
+    assert [mistake.name for mistake in result.mistakes] == ["shards in another order"]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_base_checkpoint_may_cut_its_embedding(joined, dim: int) -> None:
+    """Upstream's converters do with --use_parallel_embedding."""
+    open_joined, folder = joined
+    name = "transformer.vocab_embedding.weight"
+
+    def cut(ranks) -> None:
+        for rank, tensors in enumerate(ranks):
+            tensors[name] = tensors[name].chunk(2, dim)[rank].clone()
+
+    change_ranks(folder, cut)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "use_parallel_embedding": True, "embedding_sharding_dim": dim}))
+    run = open_joined()
+    convert_port(run)
+    assert prove_port(run).outcome.verdict is Verdict.PASS
+    change_ranks(run.folder.checkpoint, lambda ranks: ranks[1][name].mul_(2))
+    assert name in prove_port(run).outcome.figures["unproved"][0]
 
 
 @pytest.mark.parametrize(("field", "value"), [("norm_epsilon", 1e-3), ("position_embedding_type", "learned_absolute")])
