@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -43,12 +44,17 @@ class ContextOracle:
     @torch.inference_mode()
     def logits(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """[S, V] per text."""
-        found = []
-        for text in texts:
-            cache = self.model.new_cache(1, len(text))
-            output = self.model.prefill([torch.as_tensor(text, dtype=torch.long)], cache, all_logits=True)
-            found.append(output.logits[0][:, : self.vocab_size])
-        return found
+        return [self._prefill(text).logits[0][:, : self.vocab_size] for text in texts]
+
+    @torch.inference_mode()
+    def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor] | None:
+        """What the output matrix and the heads see, [S, E] per text; None on a pipeline rank that has none."""
+        found = [self._prefill(text).hidden_states for text in texts]
+        return None if any(states is None for states in found) else found
+
+    def _prefill(self, text: Sequence[int]) -> Any:
+        cache = self.model.new_cache(1, len(text))
+        return self.model.prefill([torch.as_tensor(text, dtype=torch.long)], cache, all_logits=True)
 
 
 def bound_by_rounding(rounded: ApproximateFit, positions: int) -> dict[str, float]:

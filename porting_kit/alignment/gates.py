@@ -19,7 +19,8 @@ GREEDY, REPEAT = "greedy", "repeat"
 """Names of the run without a tree and of the main run made once more."""
 
 FITTED_AGREEMENT = 0.9
-"""With an approximate fit the heads read states that differ from the base's, by more than rounding."""
+"""With an approximate fit the heads read states that differ from the base's, by more than rounding. Only for answers of
+an engine, and on a pipeline rank that has no states: elsewhere the port's own are read, and every step must agree."""
 
 
 def judge_tokens(texts: Sequence[JudgedText], judge: str = "the base") -> Gate:

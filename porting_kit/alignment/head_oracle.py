@@ -137,6 +137,7 @@ def predict_acceptance(
     prompts: Sequence[Sequence[int]],
     emitted: Sequence[Sequence[int]],
     dtype: torch.dtype | None = None,
+    states: Sequence[torch.Tensor] | None = None,
 ) -> PredictedAcceptance:
     """Rank every emitted token under every head, and walk the tree by those ranks.
 
@@ -147,11 +148,14 @@ def predict_acceptance(
         prompts: token ids.
         emitted: tokens that followed.
         dtype: what the port computes in; ranks within its noise, measured on the base and these heads, are uncertain.
+        states: [S, E] per text, prompt and emitted tokens, for a port whose states are not the base's; the base's when
+            None.
     """
     texts = [[*prompt, *row] for prompt, row in zip(prompts, emitted, strict=True)]
     # The root that is emitted token r was drafted for at the token before it.
     spans = [slice(len(p) - 1, len(p) + len(row) - 2) for p, row in zip(prompts, emitted, strict=True)]
-    exact = [heads.logits(h[span]) for h, span in zip(reference.hidden_states(texts), spans, strict=True)]
+    read = reference.hidden_states(texts) if states is None else [state.to(heads.outputs[0]) for state in states]
+    exact = [heads.logits(state[span]) for state, span in zip(read, spans, strict=True)]
     tolerance = 0.0 if dtype is None else _measure_tolerance(reference, heads, texts, spans, exact, dtype)
     nodes = set(tree.nodes)
     lengths, certain = [], []

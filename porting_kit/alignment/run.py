@@ -101,14 +101,15 @@ def align_port_outputs(
         context_error = measure_error(port_logits, reference, texts)
         tree_error = _tree_error(main, oracle, texts, prompts)
         fit = _measure_fit(reference, oracle, texts, noise, options)
-        predicted = None
+        predicted = states = None
         if heads is not None and tree is not None:
-            predicted = predict_acceptance(reference, heads, tree, prompts, main.tokens, model.dtype)
+            states = oracle.hidden_states(texts) if fit else None  # an approximate port's heads read its own states
+            predicted = predict_acceptance(reference, heads, tree, prompts, main.tokens, model.dtype, states)
     gates = [
         judge_tokens(judged[main.name], FITTED_BASE if fit else BASE),
         judge_logits(noise, None if fit else context_error, tree_error, chooses_experts=reference.chooses_experts),
         *compare_all(runs, judged),
-        *judge_heads(predicted, main.accepted_lengths, is_fitted=fit is not None),
+        *judge_heads(predicted, main.accepted_lengths, is_fitted=fit is not None and states is None),
         *judge_fit(fit),
     ]
     return AlignmentResult(

@@ -112,10 +112,8 @@ def align_quantised(run: PortRun, checkpoint: Path) -> AlignResult:
             rounded=StoredOracle(lambda: emulator.load_checkpoint(rounded_base), read.config["vocab_size"]),
             covered=EMULATED,
         )
-        # What heads accept is predicted on the base's own states, which 4 bit move by more than the gate allows for.
-        heads = session.reference_heads if read.algorithm.bits == 8 else None
         result = align_port_outputs(
-            session.reference, model, session.prompts, session.tree, heads=heads, options=options
+            session.reference, model, session.prompts, session.tree, heads=session.reference_heads, options=options
         )
     write_json(run.folder.root / RESULT_FILE, result.as_dict())
     document = result.as_dict()

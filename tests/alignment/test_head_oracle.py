@@ -1,10 +1,12 @@
 """Acceptance predicted from the heads alone equals what the port accepts; wrong heads are noticed."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 import torch
 
+from porting_kit.alignment.fit import ContextOracle
 from porting_kit.alignment.head_oracle import (
     PredictedAcceptance,
     ReferenceHeads,
@@ -38,6 +40,26 @@ def test_shifted_heads_do_not_accept_what_the_heads_predict(port_of):
     predicted = predict_acceptance(port.reference, port.heads, port.state.tree, port.prompts, generation.tokens)
     equal, judged, _ = predicted.compare(generation.accepted_lengths)
     assert equal < 0.9 * judged
+
+
+def test_an_approximate_port_is_judged_by_its_own_states(port_of):
+    """A rounded port's states move what its heads accept; the base's states predict another port's steps."""
+    port = port_of("llama")
+    state = port.state
+    generator = torch.Generator().manual_seed(1)
+    tensors = dict(state.tensors)
+    for name in [name for name in tensors if ".mlp." in name]:
+        noise = torch.randn(tensors[name].shape, generator=generator)
+        tensors[name] = tensors[name] + 0.3 * tensors[name].std() * noise
+    model = replace(state, tensors=tensors).build()
+    generation = generate_medusa(model, state.tree, port.prompts, NEW_TOKENS)
+    texts = [[*prompt, *row] for prompt, row in zip(port.prompts, generation.tokens, strict=True)]
+    asked = (port.reference, port.heads, state.tree, port.prompts, generation.tokens)
+    own = predict_acceptance(*asked, states=ContextOracle(model).hidden_states(texts))
+    equal, judged, total = own.compare(generation.accepted_lengths)
+    assert equal == judged == total
+    equal, judged, _ = predict_acceptance(*asked).compare(generation.accepted_lengths)
+    assert equal < judged
 
 
 def test_heads_are_silu_layers_and_a_matrix():

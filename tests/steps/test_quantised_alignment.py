@@ -57,6 +57,15 @@ def test_one_scale_that_is_2_percent_off_fails_by_the_weights(case):
     assert LAYER in result.outcome.summary
 
 
+def test_4_bit_heads_are_judged_on_the_twins_own_states(case, tmp_path):
+    """The base's states would predict other steps than the twin's: 4 bit move them."""
+    run, _ = case
+    checkpoint = quantise(tmp_path / "plain", tmp_path / "int4", "W4A16_AWQ")
+    result = align_quantised(run, checkpoint)
+    assert result.outcome.verdict is Verdict.PASS, result.outcome.summary
+    assert "heads" in {gate.name for gate in result.alignment.gates if gate.passed}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [({"norm_epsilon": 1e-2}, "norm_epsilon is 0.01"), ({"hidden_act": "relu"}, "hidden_act is 'relu'")],
