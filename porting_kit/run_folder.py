@@ -172,7 +172,10 @@ def open_run_folder(root: Path, port_name: str) -> RunFolder:
 
 def _unwritable(root: Path, error: OSError) -> RunFolderError:
     return RunFolderError(
-        "the output folder cannot be written", found=error, where=root, next_step="name another folder with --out"
+        "the output folder cannot be written",
+        found=explain_problem(error),
+        where=root,
+        next_step="name another folder with --out",
     )
 
 
@@ -262,6 +265,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str,
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
     path.chmod(mode)
+
+
+def explain_problem(problem: Exception) -> str:
+    """What the system or a parser refused, in words for a message."""
+    if not isinstance(problem, OSError):
+        return str(problem)
+    kinds = {
+        FileExistsError: "a file where a folder is needed",
+        NotADirectoryError: "a file where a folder is needed",
+        IsADirectoryError: "a folder where a file is needed",
+        FileNotFoundError: "no such file",
+        PermissionError: "no permission",
+    }
+    said = kinds.get(type(problem)) or problem.strerror or type(problem).__name__
+    return said if problem.filename is None else f"{said}: {problem.filename}"
 
 
 def read_json(path: Path) -> Any:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from porting_kit.architectures.names import Shape
 from porting_kit.architectures.rules import COLUMN, REPLICATED, VOCABULARY
 from porting_kit.conversion.config_fields import FieldRow, list_head_rows
-from porting_kit.conversion.plan import CHECKPOINT_DTYPES
 from porting_kit.conversion.planned import ConversionPlan, Piece, PlannedTensor
+from porting_kit.conversion.quantised_files import read_checkpoint_config
 from porting_kit.conversion.sharding import cut_head_pieces
 from porting_kit.conversion.tensor_source import TensorSource
 from porting_kit.conversion.weight_files import TensorEntry, read_header
@@ -90,38 +90,18 @@ def open_base_checkpoint(folder: Path) -> tuple[CheckpointBase, TensorSource]:
     Raises:
         CheckpointError: not a complete checkpoint, quantised, with heads already, or rank files are missing.
     """
-    file = folder / "config.json"
-    try:
-        raw = read_json(file)
-        base = CheckpointBase(raw, str(file))
-        tp_size, pp_size = base.ranks
-        needed = (base.architecture, base.hidden_size, base.vocab_size, base.dtype)
-        quantised = (raw.get("quantization") or {}).get("quant_algo")
-        world = (raw.get("mapping") or {}).get("world_size", tp_size * pp_size)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise CheckpointError(
-            "the base checkpoint's config.json cannot be used",
-            expected="architecture, hidden_size, vocab_size, dtype and mapping",
-            found=repr(problem),
-            where=file,
-        ) from None
+    raw, file = read_checkpoint_config(folder), folder / "config.json"
+    base = CheckpointBase(raw, str(file))
+    tp_size, pp_size = base.ranks
     if raw.get("num_medusa_heads"):
         raise CheckpointError("the base checkpoint holds Medusa heads already", where=file)
-    if base.dtype not in CHECKPOINT_DTYPES or quantised:
+    if (raw.get("quantization") or {}).get("quant_algo"):
         raise CheckpointError(
             "heads can only join a base checkpoint in floating point",
-            expected=f"one of {list(CHECKPOINT_DTYPES)}, not quantised",
-            found=f"{needed[-1]}, quantization {raw.get('quantization')}",
+            expected="a checkpoint that is not quantised",
+            found=f"quantization {raw['quantization']}",
             where=file,
             next_step="let `porting-kit quantised CHECKPOINT --heads DIR --out DIR` add the heads in 16 bit",
-        )
-    if world != tp_size * pp_size or min(tp_size, pp_size) < 1:
-        raise CheckpointError(
-            "the base checkpoint's mapping contradicts itself",
-            expected="world_size equal to tp_size times pp_size, each 1 or more",
-            found=raw.get("mapping"),
-            where=file,
-            next_step="convert the base again",
         )
     entries: dict[str, TensorEntry] = {}
     for rank in range(tp_size * pp_size):

@@ -13,7 +13,7 @@ import torch
 from porting_kit.conversion.tensor_source import TensorSource
 from porting_kit.conversion.weight_files import ITEM_BYTES, read_header
 from porting_kit.errors import CheckpointError
-from porting_kit.run_folder import read_json
+from porting_kit.run_folder import explain_problem, read_json
 
 BLOCK_BYTES = 4 << 20
 BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -137,7 +137,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             where=folder,
         ) from None
     except (OSError, ValueError) as problem:
-        raise CheckpointError("config.json cannot be read", found=problem, where=file) from None
+        raise CheckpointError("config.json cannot be read", found=explain_problem(problem), where=file) from None
     if not isinstance(config, dict):
         raise CheckpointError("config.json is not a JSON object", found=type(config).__name__, where=file)
     return config

@@ -20,6 +20,7 @@ from porting_kit.architectures.names import Shape
 from porting_kit.conversion.checkpoint import RankFile, sync_folder, write_config, write_document
 from porting_kit.conversion.journal import JOURNAL, Journal, lock_folder, read_journal
 from porting_kit.errors import CheckpointError, PortingKitError
+from porting_kit.run_folder import explain_problem
 
 RECEIPT = "receipt.json"
 CONFIG = "config.json"
@@ -90,6 +91,14 @@ def open_output(
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _explain(error, path) from error
+    names = (CONFIG, RECEIPT, JOURNAL, *(f"rank{rank}.safetensors" for rank in range(len(rank_tensors))))
+    if in_the_way := [name for name in names if (path / name).is_dir()]:
+        raise CheckpointError(
+            "the output folder holds folders of the names that files need",
+            where=path,
+            items=in_the_way,
+            next_step="name another output folder; nothing was changed",
+        )
     with lock_folder(path):
         folder: OutputFolder | None = None
         try:
@@ -182,5 +191,8 @@ def _explain(error: OSError, path: Path) -> CheckpointError:
             next_step="make room and run again: it goes on where it stopped; or remove the folder",
         )
     return CheckpointError(
-        "the output folder cannot be written", found=error, where=path, next_step="name another output folder"
+        "the output folder cannot be written",
+        found=explain_problem(error),
+        where=path,
+        next_step="name another output folder",
     )

@@ -19,7 +19,7 @@ from porting_kit.conversion.config_fields import MAX_DRAFT_TOKENS
 from porting_kit.conversion.plan import CHECKPOINT_DTYPES
 from porting_kit.conversion.weight_files import read_header
 from porting_kit.errors import CheckpointError
-from porting_kit.run_folder import read_json
+from porting_kit.run_folder import explain_problem, read_json
 
 # What upstream leaves alone when the config has no list (quantization/quantize.py 0.13.0.dev2024090300).
 DEFAULT_EXCLUDED = (
@@ -144,15 +144,7 @@ def read_quantised(folder: str | Path) -> QuantisedCheckpoint:
             TensorRT-LLM writes; an unknown algorithm; or a rank holds no tensor.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise CheckpointError("there is no such checkpoint folder", where=folder)
-    try:
-        config = read_json(folder / "config.json")
-    except (OSError, ValueError) as error:
-        raise CheckpointError("the checkpoint has no readable config.json", found=error, where=folder) from None
-    if not isinstance(config, dict):
-        _refuse_field(folder, "config.json", "an object", config)
-    _check_config(config, folder)
+    config = read_checkpoint_config(folder)
     count = _read_size(config, "tp_size", folder) * _read_size(config, "pp_size", folder)
     names = [f"rank{rank}.safetensors" for rank in range(count)]
     if surplus := sorted({file.name for file in folder.glob("rank*.safetensors")} - set(names)):
@@ -174,8 +166,41 @@ def read_quantised(folder: str | Path) -> QuantisedCheckpoint:
     return QuantisedCheckpoint(folder, config, tuple(ranks))
 
 
+def read_checkpoint_config(folder: Path) -> dict[str, Any]:
+    """A TensorRT-LLM checkpoint's config.json, its fields of the types and ranges that the library reads.
+
+    Raises:
+        CheckpointError: no such folder or file, no JSON object, or an unusable field.
+    """
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else None
+        raise CheckpointError("there is no such checkpoint folder", found=found, where=folder)
+    try:
+        config = read_json(folder / "config.json")
+    except (OSError, ValueError) as error:
+        found = explain_problem(error)
+        raise CheckpointError("the checkpoint has no readable config.json", found=found, where=folder) from None
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            "the checkpoint's config.json is no JSON object",
+            expected="an object with architecture, dtype, hidden_size and more",
+            found=type(config).__name__,
+            where=folder / "config.json",
+        )
+    _check_config(config, folder)
+    return config
+
+
 def _check_config(config: Mapping[str, Any], folder: Path) -> None:
     """Every field that is read here, by its type and range."""
+    if "architecture" not in config:
+        raise CheckpointError(
+            "this folder holds no TensorRT-LLM checkpoint",
+            expected="a config.json that names an architecture",
+            found="a Hugging Face config" if "architectures" in config else "no architecture",
+            where=folder,
+            next_step="name the checkpoint's folder; a Hugging Face model is named as base",
+        )
     if config.get("dtype") not in CHECKPOINT_DTYPES:
         _refuse_field(folder, "dtype", f"one of {list(CHECKPOINT_DTYPES)}", config.get("dtype"))
     for name in ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"):
@@ -274,5 +299,5 @@ def _refuse_field(folder: Path, name: str, expected: str, found: object) -> NoRe
         expected=expected,
         found=repr(found)[:120],
         where=folder / "config.json",
-        next_step="quantise again, or correct the file",
+        next_step="correct the file, or write the checkpoint again",
     )

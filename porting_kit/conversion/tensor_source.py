@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from porting_kit.conversion.weight_files import ITEM_BYTES, TensorEntry, check_file, describe_load_error, read_header
 from porting_kit.errors import BaseModelError, PortingKitError
-from porting_kit.run_folder import read_json
+from porting_kit.run_folder import explain_problem, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -244,12 +244,37 @@ def _merge_files(files: Iterable[Path]) -> dict[str, TensorEntry]:
     return merged
 
 
-def _read_indexed(index: Path) -> dict[str, TensorEntry]:
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, as a shard index says. Raises BaseModelError: it says something else."""
     try:
-        weight_map = dict(read_json(index)["weight_map"])
-        files = sorted({index.parent / name for name in weight_map.values()})
-    except (ValueError, KeyError, TypeError) as problem:
-        raise BaseModelError("the shard index is damaged", found=repr(problem), where=index) from None
+        document = read_json(index)
+    except (OSError, ValueError) as problem:
+        raise BaseModelError(
+            "the shard index cannot be read",
+            expected="a JSON object with weight_map",
+            found=explain_problem(problem),
+            where=index,
+            next_step="fetch the index again",
+        ) from None
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if isinstance(weight_map, dict) and weight_map and all(isinstance(name, str) for name in weight_map.values()):
+        return weight_map
+    if not isinstance(document, dict) or "weight_map" not in document:
+        found = "no weight_map"
+    else:
+        found = f"weight_map: {weight_map!r}"[:120]
+    raise BaseModelError(
+        "the shard index names no files",
+        expected="weight_map, an object of tensor name and file name",
+        found=found,
+        where=index,
+        next_step="fetch the index again",
+    )
+
+
+def _read_indexed(index: Path) -> dict[str, TensorEntry]:
+    weight_map = _read_weight_map(index)
+    files = sorted({index.parent / name for name in weight_map.values()})
     if absent := [file.name for file in files if not file.exists()]:
         raise BaseModelError(
             f"{len(absent)} of the {len(files)} shards that the index names are missing",

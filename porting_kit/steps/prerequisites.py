@@ -7,7 +7,7 @@ from typing import Any
 
 from porting_kit.errors import CheckpointError, PatchError
 from porting_kit.outcomes import Verdict
-from porting_kit.run_folder import read_json
+from porting_kit.run_folder import explain_problem, read_json
 from porting_kit.steps.context import PortRun
 
 
@@ -46,7 +46,10 @@ def read_checkpoint_document(run: PortRun, name: str = "config.json") -> Any:
         return read_json(file)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            "a checkpoint file is damaged", found=error, where=file, next_step="convert the checkpoint again"
+            "a checkpoint file is damaged",
+            found=explain_problem(error),
+            where=file,
+            next_step="convert the checkpoint again",
         ) from error
 
 

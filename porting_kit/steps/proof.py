@@ -18,7 +18,7 @@ from porting_kit.conversion.shard_faults import OTHER_VALUES, ShardFault, explai
 from porting_kit.conversion.source_digests import SourceDigests
 from porting_kit.errors import CheckpointError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
-from porting_kit.run_folder import read_json
+from porting_kit.run_folder import explain_problem, read_json
 from porting_kit.steps.context import PortRun
 from porting_kit.steps.conversion_inputs import ConversionInputs, open_conversion
 from porting_kit.steps.convert import convert_port
@@ -136,9 +136,10 @@ def read_receipt(run: PortRun) -> dict[str, Any]:
         _ = [file["path"] + file["sha256"] for file in receipt["files"]], [FieldRow(**row) for row in receipt["fields"]]
         return receipt
     except (OSError, ValueError, KeyError, TypeError) as problem:
+        is_other = isinstance(problem, (KeyError, TypeError))
         raise CheckpointError(
             "the conversion's receipt cannot be read",
-            found=problem,
+            found="fields that are missing or of another kind" if is_other else explain_problem(problem),
             where=run.folder.checkpoint / RECEIPT,
             next_step="convert again",
         ) from None

@@ -179,7 +179,7 @@ FAULTS: dict[Callable[[PortFolder], None], str] = {
     store_heads_as_numbers: "int8",
     store_one_bias_as_switches: "bool",
     let_two_tensors_overlap: "overlap",
-    name_a_base_checkpoint_that_is_none: "base checkpoint",
+    name_a_base_checkpoint_that_is_none: "no TensorRT-LLM checkpoint",
     name_a_base_checkpoint_of_other_ranks: "another tp_size",
     leave_a_pointer: "pointer",
     cut_the_weights: "model.safetensors",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,12 +58,14 @@ def test_heads_of_another_base_are_refused(tmp_path: Path) -> None:
         (lambda config: config.update(num_medusa_heads=2), "holds Medusa heads already"),
         (lambda config: config.update(quantization={"quant_algo": "W4A16"}), "only join a base checkpoint in floating"),
         (lambda config: config.update(vocab_size=35), "output matrix does not fit"),
-        (lambda config: config.pop("hidden_size"), "config.json cannot be used"),
+        (lambda config: config.pop("hidden_size"), "unusable hidden_size"),
         (lambda config: config["mapping"].update(tp_size=2, world_size=2), "a weight file is missing"),
-        (lambda config: config["mapping"].update(tp_size=2), "mapping contradicts itself"),
-        (lambda config: config["mapping"].update(tp_size=-1, pp_size=-1), "mapping contradicts itself"),
-        (lambda config: config["mapping"].update(tp_size="two"), "config.json cannot be used"),
-        (lambda config: config.update(quantization="FP8"), "config.json cannot be used"),
+        (lambda config: config["mapping"].update(tp_size=2), "unusable mapping.world_size"),
+        (lambda config: config["mapping"].update(tp_size=-1, pp_size=-1), "unusable mapping.tp_size"),
+        (lambda config: config["mapping"].update(tp_size="two"), "unusable mapping.tp_size"),
+        (lambda config: config.update(quantization="FP8"), "unusable quantization"),
+        (lambda config: config.update(mapping=[1]), "unusable mapping"),
+        (lambda config: config.update(dtype="float8"), "unusable dtype"),
     ],
 )
 def test_an_unusable_base_checkpoint_is_refused(change, message: str, tmp_path: Path) -> None:
@@ -75,6 +78,37 @@ def test_an_unusable_base_checkpoint_is_refused(change, message: str, tmp_path: 
     with pytest.raises(CheckpointError, match=message):
         add_heads(tmp_path / "base", tmp_path / "joined", tmp_path / f"{heads}.safetensors")
     assert not (tmp_path / "joined").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("a file", "there is no such checkpoint folder"),
+        ("no folder", "there is no such checkpoint folder"),
+        ("config.json is a folder", "a folder where a file is needed"),
+        ("config.json is a list", "is no JSON object"),
+        ("config.json is cut", "Expecting"),
+    ],
+)
+def test_a_base_checkpoint_of_another_kind_is_refused_in_plain_words(damage: str, said: str, tmp_path: Path) -> None:
+    """Names of Python's exceptions used to be the message."""
+    write_both(tmp_path)
+    folder, config = tmp_path / "base", tmp_path / "base" / "config.json"
+    if damage in ("a file", "no folder"):
+        shutil.rmtree(folder)
+    else:
+        config.unlink()
+    if damage == "a file":
+        folder.write_text("x")
+    elif damage == "config.json is a folder":
+        config.mkdir()
+    elif damage != "no folder":
+        config.write_text({"config.json is a list": "[]", "config.json is cut": "{"}[damage])
+    with pytest.raises(CheckpointError) as caught:
+        add_heads(folder, tmp_path / "joined", tmp_path / "medusa_lm_head.safetensors")
+    assert said in caught.value.message
+    assert "Error" not in caught.value.message
+    assert "Errno" not in caught.value.message
 
 
 def test_a_base_checkpoint_is_no_model(tmp_path: Path) -> None:

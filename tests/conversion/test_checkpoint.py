@@ -90,6 +90,26 @@ def test_a_release_that_cannot_run_the_ranks_is_told(tmp_path: Path) -> None:
         convert_checkpoint(tmp_path / "base", tmp_path / release, tp_size=tp_size, release=release)
 
 
+@pytest.mark.parametrize("name", ["config.json", "receipt.json", "rank0.safetensors"])
+def test_a_folder_in_the_place_of_a_file_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path / "base", raw_config("llama"))
+    (tmp_path / "out" / name).mkdir(parents=True)
+    (tmp_path / "out" / "rank1.safetensors").write_text("mine")
+    with pytest.raises(CheckpointError, match="holds folders of the names that files need"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "out")
+    assert sorted(item.name for item in (tmp_path / "out").iterdir()) == sorted([name, "rank1.safetensors"])
+
+
+@pytest.mark.parametrize("place", ["out", "out/below"])
+def test_a_file_in_the_place_of_the_folder_is_said_in_plain_words(tmp_path: Path, place: str) -> None:
+    write_model(tmp_path / "base", raw_config("llama"))
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(CheckpointError, match="cannot be written") as caught:
+        convert_checkpoint(tmp_path / "base", tmp_path / place)
+    assert caught.value.found.startswith("a file where a folder is needed: ")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
 def test_the_receipt_is_plain_json(tmp_path: Path) -> None:
     write_model(tmp_path / "base", raw_config("qwen2"))
     outcome = convert_checkpoint(tmp_path / "base", tmp_path / "out")

@@ -134,8 +134,9 @@ def test_write_text_replaces_whole_files_only(tmp_path):
 
 def test_a_folder_that_cannot_be_made_or_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match="cannot be written"):
+    with pytest.raises(RunFolderError, match="cannot be written") as caught:
         open_run_folder(tmp_path / "file" / "run", "tiny")
+    assert caught.value.found.startswith("a file where a folder is needed: ")
     folder = open_run_folder(tmp_path / "run", "tiny")
     (folder.root / "patch").write_text("in the way")
     with pytest.raises(RunFolderError, match="cannot be written"):
