@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
     from porting_kit.conversion.weight_interleaving import StoredLayout
 
-SCALES = (*WEIGHT_SCALES, "activation_scaling_factor", "prequant_scaling_factor", "kv_cache_scaling_factor")
+SCALES = (
+    *WEIGHT_SCALES,
+    "weights_scaling_factor_2",  # of W4A8: how the product is scaled for FP8; no part of the weight
+    "activation_scaling_factor",
+    "prequant_scaling_factor",
+    "kv_cache_scaling_factor",
+)
 CARD_SCALE = ".per_channel_scale"
 """Upstream's own converters call their scale so, and interleave the weights for a card."""
 

@@ -115,8 +115,8 @@ def _check_module(checkpoint: QuantisedCheckpoint, rank: int, module: str) -> li
     names, algorithm = checkpoint.ranks[rank], checkpoint.algorithm
     kind, shape = names[f"{module}.weight"]
     is_quantised = kind in QUANTISED_TYPES
-    scales = [name for suffix in (*WEIGHT_SCALES, "activation_scaling_factor", "prequant_scaling_factor")
-              if (name := f"{module}.{suffix}") in names]  # fmt: skip
+    suffixes = (*WEIGHT_SCALES, "weights_scaling_factor_2", "activation_scaling_factor", "prequant_scaling_factor")
+    scales = [name for suffix in suffixes if (name := f"{module}.{suffix}") in names]
     label = f"rank{rank}: {module}"
     if algorithm is None or checkpoint.is_excluded(module):
         why = "the config names no quantisation" if algorithm is None else "the exclude list leaves it alone"
@@ -145,7 +145,7 @@ def _check_module(checkpoint: QuantisedCheckpoint, rank: int, module: str) -> li
                 QuantisedFault("no calibration" if is_calibration else "no scale", label, f"{suffix} is missing")
             )
             continue
-        wanted = 1 if suffix == "activation_scaling_factor" else shape[-1]
+        wanted = shape[-1] if suffix == "prequant_scaling_factor" else 1
         if math.prod(size) != wanted:
             found.append(QuantisedFault("shape", label, f"its {suffix} is {list(size)}, expected {wanted} values"))
         else:

@@ -61,7 +61,11 @@ ALGORITHMS = {
         Algorithm("W4A16", ("I8", "U8"), 4),
         Algorithm("W4A16_AWQ", ("I8", "U8"), 4, ("prequant_scaling_factor",), per_group=True),
         Algorithm(
-            "W4A8_AWQ", ("I8", "U8"), 4, ("prequant_scaling_factor", "activation_scaling_factor"), per_group=True
+            "W4A8_AWQ",
+            ("I8", "U8"),
+            4,
+            ("prequant_scaling_factor", "activation_scaling_factor", "weights_scaling_factor_2"),
+            per_group=True,
         ),
     )
 }

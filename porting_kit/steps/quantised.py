@@ -187,6 +187,8 @@ def _judge(
 def suggest_correction(differences: Sequence[QuantisedFault]) -> str:
     """What to do about differences from the base."""
     fields = [fault.module for fault in differences if fault.kind == "config"]
+    if fields == ["vocab_size"] and "row of zeros" in differences[0].text:
+        return "take the rows behind the base's vocabulary out of embedding and output matrix, and correct vocab_size"
     if len(fields) < len(differences) or set(fields) & {*STRUCTURE, "vocab_size"}:
         return "quantise this base again: config or tensors are another model's"
     return f"correct {', '.join(fields)} in the checkpoint's config.json to the base's values"

@@ -103,6 +103,8 @@ def quantise_tensors(tensors, algorithm, *, calibrated, group):
             whole = (groups / scale[..., None]).round().clamp(-8, 7).reshape(weight.shape).to(torch.int8)
             tensors[name] = ((whole[0::2] & 15) | (whole[1::2] << 4)).to(torch.int8)
         tensors[f"{module}.weights_scaling_factor"] = scale.float()
+        if algorithm == "W4A8_AWQ":
+            tensors[f"{module}.weights_scaling_factor_2"] = weight.abs().max().reshape(1) / 448.0
         if calibrated and algorithm in ("FP8", "W8A8_SQ_PER_CHANNEL", "W4A8_AWQ"):
             tensors[f"{module}.activation_scaling_factor"] = torch.tensor([0.01])
     return tensors
@@ -270,6 +272,24 @@ def test_one_scale_that_is_2_percent_off_is_named(base, plain, tmp_path, algorit
     outcome = check_quantised(folder, base=base).outcome
     assert (outcome.failing_gate, outcome.verdict) == ("weights", Verdict.FAIL)
     assert "times what it should be" in outcome.summary
+
+
+@pytest.mark.parametrize("algorithm", ["W4A16_AWQ", "W4A8_AWQ"])
+@pytest.mark.parametrize("scale", ["weights_scaling_factor", "prequant_scaling_factor"])
+def test_4_bit_scales_are_told_by_the_numbers_that_they_give(base, plain, tmp_path, algorithm, scale):
+    """Rounding to 4 bit moves the factor of a short row by more than a scale that is off; its numbers it does not."""
+    folder = quantise(plain, tmp_path / "quantised", algorithm)
+    edit(folder, lambda tensors: tensors[f"{LAYER}.{scale}"][:4].mul_(1.1))
+    (wrong,) = [error for error in compare_base(folder, base) if not error.passed]
+    assert wrong.module == LAYER
+    assert wrong.relative_error <= wrong.bound
+
+
+def test_numbers_that_another_scale_gave_are_named(base, plain, tmp_path):
+    folder = quantise(plain, tmp_path / "quantised", "W4A16_AWQ")
+    edit(folder, lambda tensors: tensors[f"{LAYER}.weight"][3:4].add_(1))
+    (wrong,) = [error for error in compare_base(folder, base) if not error.passed]
+    assert "numbers are not what the base's matrix gives by these scales, most in row 6" in wrong.scale_fault
 
 
 def test_4_bit_scales_are_told_from_rounding_where_rows_are_long(tmp_path):

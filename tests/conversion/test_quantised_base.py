@@ -256,6 +256,7 @@ def test_a_vocabulary_that_was_padded_in_the_config_too_is_a_difference(checkpoi
     change_config(checkpoint, {"vocab_size": V + 32})
     (fault,) = differences(checkpoint, base)
     assert fault.module == "vocab_size"
+    assert "take the rows behind" in check_quantised(checkpoint, base=base).outcome.figures["next_step"]
     assert "wins wherever all other logits are negative" in fault.text
 
 
