@@ -154,9 +154,11 @@ def predict_acceptance(
     texts = [[*prompt, *row] for prompt, row in zip(prompts, emitted, strict=True)]
     # The root that is emitted token r was drafted for at the token before it.
     spans = [slice(len(p) - 1, len(p) + len(row) - 2) for p, row in zip(prompts, emitted, strict=True)]
-    read = reference.hidden_states(texts) if states is None else [state.to(heads.outputs[0]) for state in states]
-    exact = [heads.logits(state[span]) for state, span in zip(read, spans, strict=True)]
-    tolerance = 0.0 if dtype is None else _measure_tolerance(reference, heads, texts, spans, exact, dtype)
+    own = [heads.logits(h[span]) for h, span in zip(reference.hidden_states(texts), spans, strict=True)]
+    tolerance = 0.0 if dtype is None else _measure_tolerance(reference, heads, texts, spans, own, dtype)
+    exact = own
+    if states is not None:
+        exact = [heads.logits(h[span].to(heads.outputs[0])) for h, span in zip(states, spans, strict=True)]
     nodes = set(tree.nodes)
     lengths, certain = [], []
     best_counts, counts = torch.zeros(tree.depth), torch.zeros(tree.depth)
