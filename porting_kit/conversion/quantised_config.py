@@ -64,6 +64,7 @@ SAME_ACTIVATION = {
     "fast-swiglu": "silu",
 }
 """Names of one function, gated or not (ACT2FN and GATED_ACT_2_ACT in functional.py, 0.13.0.dev2024090300)."""
+WITHOUT_ROTARY = ("learned_absolute", "alibi", "alibi_with_scale", "relative")
 MEDUSA_ARCHITECTURE = "MedusaForCausalLM"
 MEDUSA_BASES = ("llama", "qwen", "qwen2", "qwen2_moe")
 """Families that the library's own Medusa class is made of (models/medusa/model.py, 0.8 to 1.2)."""
@@ -97,8 +98,14 @@ def compare_config(
 
 
 def _matters(name: str, wanted: Mapping[str, Any]) -> bool:
-    """The largest position is a limit of the build, unless the rotary factors are made with it."""
-    return name != "max_position_embeddings" or bool(wanted.get("rotary_scaling"))
+    """Whether a field has a meaning for this base.
+
+    The largest position is a limit of the build, unless the rotary factors are made with it; without rotary factors
+    nothing is read of them, and converters write what they like.
+    """
+    if name == "max_position_embeddings":
+        return bool(wanted.get("rotary_scaling"))
+    return not (name.startswith("rotary_") and wanted.get("position_embedding_type") in WITHOUT_ROTARY)
 
 
 def _is_alike(name: str, value: Any, wanted: Any, base: BaseConfig, stated: Mapping[str, Any]) -> bool:
@@ -114,8 +121,8 @@ def _is_alike(name: str, value: Any, wanted: Any, base: BaseConfig, stated: Mapp
 
 
 def _architecture_names(base: BaseConfig, has_heads: bool) -> set[str]:
-    """Names under which the library has the base's class."""
-    names = {base.architecture, *base.definition.architectures.values()}
+    """Names under which the library has the base's class; from 0.16 on also Hugging Face's (models/__init__.py)."""
+    names = {base.architecture, *base.definition.architectures, *base.definition.architectures.values()}
     if base.definition.renamed is not None:
         names.add(base.definition.renamed[1])
     if has_heads and base.family in MEDUSA_BASES:

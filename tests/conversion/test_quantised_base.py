@@ -92,6 +92,15 @@ def test_position_tables_and_biases_are_compared(tmp_path, name):
     assert (fault.kind, fault.module) == ("value", f"rank0: {name}")
 
 
+def test_rotary_fields_of_a_base_without_them_are_not_compared(tmp_path):
+    """Upstream's own config for GPT-2 says rotary_pct 1.0 (models/gpt/config.py, 0.16.0.dev2024121000)."""
+    write_model(tmp_path / "base", raw_config("gpt2"))
+    convert_checkpoint(tmp_path / "base", tmp_path / "plain", dtype="float16")
+    folder = quantise(tmp_path / "plain", tmp_path / "q", "W8A16")
+    change_config(folder, {"rotary_pct": 1.0, "rotary_base": 10000.0, "architecture": "GPT2LMHeadModel"})
+    assert differences(folder, tmp_path / "base") == ()
+
+
 @pytest.mark.parametrize("family", ["bloom", "gemma", "falcon", "gptj", "opt", "phi", "qwen2", "cohere"])
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_sound_checkpoints_of_other_families_have_no_difference(tmp_path, family, tp_size):

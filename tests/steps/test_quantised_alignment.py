@@ -57,6 +57,17 @@ def test_one_scale_that_is_2_percent_off_fails_by_the_weights(case):
     assert LAYER in result.outcome.summary
 
 
+def test_heads_that_a_checkpoint_holds_are_the_ports_or_fail(case, tmp_path):
+    run, checkpoint = case
+    check_quantised(checkpoint, heads=run.port.heads_path, out=tmp_path / "joined")
+    assert align_quantised(run, tmp_path / "joined").outcome.verdict is Verdict.PASS
+    name = "medusa_heads.0.medusa_layers.0.linear.weight"
+    edit(tmp_path / "joined", lambda tensors: tensors[name].mul_(1.01))
+    result = align_quantised(run, tmp_path / "joined")
+    assert (result.outcome.verdict, result.outcome.failing_gate) == (Verdict.FAIL, "value")
+    assert name in result.outcome.summary
+
+
 def test_4_bit_heads_are_judged_on_the_twins_own_states(case, tmp_path):
     """The base's states would predict other steps than the twin's: 4 bit move them."""
     run, _ = case
