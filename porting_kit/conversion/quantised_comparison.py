@@ -29,6 +29,8 @@ ROUNDING_FACTOR = 1.25
 """In a smoothed matrix one large column may stretch the scale of a row: SmolLM2's come to 0.066. Then the bound is what
 rounding the base's own matrix with scales of its largest numbers gives, and this much more; ModelOpt's files were
 within 1.001 of it."""
+ROW_PARALLEL = ("dense", "proj")
+"""Matrices that ranks cut along their inputs (layers/attention.py and layers/mlp.py, 0.13.0.dev2024090300)."""
 SCALE_FLOOR = 0.005
 """A factor that is nearer to the expected one than this is no fault: what 16-bit scales and half precision cost."""
 SCALE_DEVIATIONS = 6.0
@@ -148,7 +150,7 @@ def compare_ranks(
             found=f"{len(checkpoint.ranks)} ranks",
             where=checkpoint.folder,
         )
-    found = []
+    found, shared = [], find_shared_scales(checkpoint, ranks, layout)
     for rank, wanted in enumerate(ranks):
         own = load_file(checkpoint.file(rank))
         for module in checkpoint.modules(rank):
@@ -157,20 +159,56 @@ def compare_ranks(
             matrix = read_matrix(own, module, algorithm, layout)
             label = module if len(ranks) == 1 else f"rank{rank}: {module}"
             reference = _find_reference(wanted, module, matrix, label)
-            error, bound = measure_distance(matrix, reference, algorithm)
+            scale = shared.get((rank // checkpoint.tp_size, module))
+            error, bound = measure_distance(matrix, reference, algorithm, scale)
             found.append(WeightError(label, error, bound, find_scale_fault(matrix, reference, algorithm)))
     return tuple(found)
 
 
-def measure_distance(matrix: StoredMatrix, wanted: torch.Tensor, algorithm: Algorithm) -> tuple[float, float]:
-    """Relative error of a stored matrix, and what rounding explains of it; see `WeightError`."""
+def find_shared_scales(
+    checkpoint: QuantisedCheckpoint, ranks: Sequence[Mapping[str, torch.Tensor]], layout: StoredLayout | None
+) -> dict[tuple[int, str], torch.Tensor]:
+    """(pipeline stage, module) -> scales [out] that the largest numbers of all its ranks ask for.
+
+    A matrix that is cut along its inputs keeps one scale a row for all ranks, because their products are summed. Where
+    inputs are smoothed, the largest numbers of a row may all lie on one rank, and the others are rounded by its scale.
+    """
+    from safetensors.torch import load_file
+
+    algorithm, found = require_quantised(checkpoint), {}
+    if checkpoint.tp_size == 1 or "prequant_scaling_factor" not in algorithm.needs or algorithm.per_group:
+        return found
+    for rank, wanted in enumerate(ranks):
+        own, stage = load_file(checkpoint.file(rank)), rank // checkpoint.tp_size
+        for module in checkpoint.modules(rank):
+            if module.split(".")[-1] not in ROW_PARALLEL or weight_scale_name(own, module) is None:
+                continue
+            matrix = read_matrix(own, module, algorithm, layout)
+            if f"{module}.weight" in wanted and matrix.scale.ndim == 1 and matrix.scale.numel() > 1:
+                smoothed = _find_reference(wanted, module, matrix, module) / matrix.prequant[None]
+                scale = choose_scale(smoothed, matrix, algorithm)
+                found[stage, module] = torch.maximum(found.get((stage, module), scale), scale)
+    return found
+
+
+def measure_distance(
+    matrix: StoredMatrix, wanted: torch.Tensor, algorithm: Algorithm, shared: torch.Tensor | None = None
+) -> tuple[float, float]:
+    """Relative error of a stored matrix, and what rounding explains of it; see `WeightError`.
+
+    Args:
+        matrix: as stored.
+        wanted: the base's own, float32 [out, in].
+        algorithm: the checkpoint's.
+        shared: scales that the matrix has in common with other ranks, from `find_shared_scales`; None for its own.
+    """
     bounds = WEIGHT_ERROR_BOUNDS[algorithm.bits]
     bound = bounds if isinstance(bounds, float) else bounds[algorithm.name]
     plain = StoredMatrix(matrix.numbers, matrix.scale, None)
     smoothed = wanted if matrix.prequant is None else wanted / matrix.prequant[None]
     error = _relative(plain.weight, smoothed)
     if matrix.prequant is not None:
-        natural = replace(plain, scale=choose_scale(smoothed, plain, algorithm))
+        natural = replace(plain, scale=choose_scale(smoothed, plain, algorithm) if shared is None else shared)
         bound = max(bound, ROUNDING_FACTOR * _relative(round_with(natural, smoothed, algorithm), smoothed))
     return error, bound
 

@@ -25,7 +25,7 @@ from porting_kit.conversion.quantised_config import STRUCTURE
 from porting_kit.conversion.quantised_files import QuantisedCheckpoint, read_quantised
 from porting_kit.conversion.quantised_heads import add_heads
 from porting_kit.conversion.rank_joining import join_ranks
-from porting_kit.conversion.rounded_base import round_rank
+from porting_kit.conversion.rounded_base import round_ranks
 from porting_kit.conversion.unquantised import HEADS
 from porting_kit.emulator import EmulatedModel, open_emulator
 from porting_kit.errors import CheckpointError
@@ -100,7 +100,7 @@ def align_quantised(run: PortRun, checkpoint: Path) -> AlignResult:
         if not has_heads:
             limit = port_config["max_draft_len"]
             twin = add_heads(twin, session.head_set, place / "joined", max_draft_len=limit)
-        rounded = [round_rank(read, rank, base, compared.layout) for rank in count]
+        rounded = round_ranks(read, base, compared.layout)
         joined = join_ranks(plan, rounded, read.folder)
         alone = {key: value for key, value in joined.items() if not key.startswith(HEADS)}
         rounded_base = _write_one_rank(read, alone, place / "rounded", dtype, architecture)

@@ -392,6 +392,28 @@ def test_a_matrix_with_one_large_smoothed_column_is_judged_as_it_was_rounded():
     assert error > 10 * bound
 
 
+def test_ranks_that_share_a_scale_are_judged_by_the_largest_numbers_of_all(base, tmp_path):  # noqa: F811
+    """The matrix is cut along its inputs, and the large smoothed column lies on the first rank."""
+    convert_checkpoint(base, tmp_path / "plain", dtype="float16", tp_size=2)
+    folder = quantise(tmp_path / "plain", tmp_path / "q", "W8A8_SQ_PER_CHANNEL")
+    weights = [load_file(tmp_path / "plain" / f"rank{rank}.safetensors")[f"{LAYER}.weight"].float() for rank in (0, 1)]
+    prequant = [torch.ones(weight.shape[1]) for weight in weights]
+    prequant[0][0] = 1 / 256
+    smooth = [weight / factors for weight, factors in zip(weights, prequant, strict=True)]
+    scale = torch.cat(smooth, 1).abs().amax(1) / 127
+    for rank in (0, 1):
+        tensors = load_file(folder / f"rank{rank}.safetensors")
+        numbers = (smooth[rank] / scale[:, None]).round().to(torch.int8)
+        tensors |= {f"{LAYER}.weight": numbers, f"{LAYER}.weights_scaling_factor": scale}
+        tensors[f"{LAYER}.prequant_scaling_factor"] = prequant[rank].half()
+        save_file(tensors, folder / f"rank{rank}.safetensors")
+    result = check_quantised(folder, base=base)
+    assert result.outcome.verdict is Verdict.PASS, result.outcome.summary
+    assert max(error.relative_error for error in result.errors) > 0.05
+    save_file({**tensors, f"{LAYER}.weight": numbers.flip(0).contiguous()}, folder / "rank1.safetensors")
+    assert check_quantised(folder, base=base).outcome.failing_gate == "weights"
+
+
 def test_a_column_that_hangs_on_one_number_is_not_judged_by_how_that_was_rounded():
     """In groups of its own scale one number outweighs the column; 4.4987 that became 5 is no fault of the scale."""
     weight = 0.05 * torch.randn(64, 64, generator=torch.Generator().manual_seed(4))
