@@ -74,6 +74,12 @@ class StepOutcome:
     seconds: float = 0.0
     failing_gate: str | None = None
 
+    @property
+    def said(self) -> str:
+        """`verdict - summary`; a summary that begins with its verdict does not say it twice."""
+        verdict = self.verdict.value
+        return self.summary if self.summary.startswith(verdict) else f"{verdict} - {self.summary}"
+
     def changed_inputs(self, today: Mapping[str, str]) -> list[str]:
         """Names of what differs between what the step read and what it would read today; none when it still holds."""
         return sorted(name for name in {*self.inputs, *today} if self.inputs.get(name) != today.get(name))

@@ -205,5 +205,5 @@ def format_alignment(result: AlignResult) -> str:
     covered = ", ".join(item.value for item in result.outcome.covered) or "nothing"
     rest = ", ".join(result.outcome.as_dict()["not_covered"])
     lines.append(f"covered: {covered}; not covered: {rest}")
-    lines.append(f"align: {result.outcome.verdict.value} - {result.outcome.summary}")
+    lines.append(f"align: {result.outcome.said}")
     return "\n".join(lines)

@@ -281,7 +281,7 @@ def format_log(result: LogResult) -> str:
         lines.append(f"  fix:   {found.message.next_step}")
     if result.reading.next_step and not result.reading.messages:
         lines.append(f"next step: {result.reading.next_step}")
-    lines.append(f"log: {result.outcome.verdict.value} - {result.outcome.summary}")
+    lines.append(f"log: {result.outcome.said}")
     return "\n".join(lines)
 
 
@@ -290,5 +290,5 @@ def format_build(result: BuildResult) -> str:
     lines = [result.plan.shell]
     lines += [f"  --{flag.name}: {flag.reason}" for flag in result.plan.flags]
     lines += [f"remark: {remark}" for remark in result.outcome.figures["remarks"]]
-    lines.append(f"build: {result.outcome.verdict.value} - {result.outcome.summary}")
+    lines.append(f"build: {result.outcome.said}")
     return "\n".join(lines)

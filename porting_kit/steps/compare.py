@@ -48,5 +48,5 @@ def format_comparison(result: CompareResult) -> str:
     lines += [f"{each.file} {each.name}: {each.kind}, {each.detail}" for each in found.differences[:LISTED]]
     if len(found.differences) > LISTED:
         lines.append(f"... {len(found.differences)} tensors in all")
-    lines.append(f"compare: {result.outcome.verdict.value} - {result.outcome.summary}")
+    lines.append(f"compare: {result.outcome.said}")
     return "\n".join(lines)

@@ -142,7 +142,7 @@ def require_pass(outcome: StepOutcome) -> str:
             where=f"gate {outcome.failing_gate!r}" if outcome.failing_gate else None,
             next_step=outcome.figures.get("next_step"),
         )
-    return f"{outcome.step}: {outcome.verdict.value} - {outcome.summary}"
+    return f"{outcome.step}: {outcome.said}"
 
 
 class Stopwatch:

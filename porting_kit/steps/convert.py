@@ -154,11 +154,11 @@ def _judge(
 def format_conversion(result: ConvertResult) -> str:
     """A few lines for a terminal."""
     lines = [f"warning: {warning}" for warning in result.conversion.warnings]
-    lines.append(f"convert: {result.outcome.verdict.value} - {result.outcome.summary}")
+    lines.append(f"convert: {result.outcome.said}")
     lines += [f"  {product}" for product in result.outcome.products]
     return "\n".join(lines)
 
 
 def format_estimate(result: EstimateResult) -> str:
     """One line for a terminal."""
-    return f"convert: {result.outcome.verdict.value} - {result.outcome.summary}"
+    return f"convert: {result.outcome.said}"

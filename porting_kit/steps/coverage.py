@@ -172,7 +172,7 @@ def format_coverage(result: CoverageResult) -> str:
         if run.status == "failed"
     ]
     covered = ", ".join(item.value for item in result.outcome.covered) or "nothing"
-    lines.append(f"coverage: {result.outcome.verdict.value} - {result.outcome.summary}")
+    lines.append(f"coverage: {result.outcome.said}")
     bound = result.outcome.figures["bound"]
     said = f"bound {bound:g}" if bound else "bound: four times what rounding does to the reference, row by row"
     lines.append(f"covered: {covered}; errors are relative to the largest logit, {said}")

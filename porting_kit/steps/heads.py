@@ -247,7 +247,7 @@ def format_check(result: HeadsCheckResult) -> str:
         shares = f"{reading.top1:7.1%} {reading.top5:7.1%} {reading.chance1:7.1%} {reading.positions:9d}"
         lines.append(f"{reading.head + 1:4d} {shares}  {reading.verdict}")
     lines += [f"note: {note}" for note in (*result.outcome.figures["warnings"], *result.fit.notes)]
-    lines.append(f"heads check: {result.outcome.verdict.value} - {result.outcome.summary}")
+    lines.append(f"heads check: {result.outcome.said}")
     return "\n".join(lines)
 
 

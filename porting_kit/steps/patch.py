@@ -88,6 +88,6 @@ def _describe(module: MedusaModule, architecture: str, release: str) -> str:
 def format_patch(result: PatchResult) -> str:
     """The diff and a closing line, for a terminal."""
     lines = [result.diff] if result.diff else []
-    lines.append(f"patch: {result.outcome.verdict.value} - {result.outcome.summary}")
+    lines.append(f"patch: {result.outcome.said}")
     lines += [f"  {file}" for file in (result.module_file, result.patch_file) if file is not None]
     return "\n".join(lines)

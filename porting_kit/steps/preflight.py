@@ -280,5 +280,5 @@ def format_preflight(result: PreflightResult) -> str:
     lines.append(f"release to build with: {describe_pin(result.pin)}")
     if result.profile.release is None:
         lines.append("kernels: not judged, for no release is named; name one with -p kernel=release:<release>")
-    lines.append(f"preflight: {result.outcome.verdict.value} - {result.outcome.summary}")
+    lines.append(f"preflight: {result.outcome.said}")
     return "\n".join(lines)

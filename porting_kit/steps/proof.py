@@ -182,5 +182,5 @@ def format_proof(result: ProofResult) -> str:
     if len(result.proof.failures) > 20:
         lines.append(f"... {len(result.proof.failures)} in all")
     lines += [f"warning: {file} changed since the conversion" for file in result.changed_files]
-    lines.append(f"convert --verify: {result.outcome.verdict.value} - {result.outcome.summary}")
+    lines.append(f"convert --verify: {result.outcome.said}")
     return "\n".join(lines)

@@ -213,5 +213,5 @@ def format_quantised(result: QuantisedResult) -> str:
     lines += [f"  {product}" for product in result.outcome.products]
     if result.outcome.figures.get("next_step"):
         lines.append(f"next step: {result.outcome.figures['next_step']}")
-    lines.append(f"quantised: {result.outcome.verdict.value} - {result.outcome.summary}")
+    lines.append(f"quantised: {result.outcome.said}")
     return "\n".join(lines)

@@ -171,5 +171,5 @@ def format_serving(result: ServingResult) -> str:
                 lines.append(f"  REFUSED  {gate.name}: {gate.value}, expected {gate.expected}")
                 lines += [f"           then: {gate.effect}", f"           fix:  {gate.remedy}"]
     lines += [f"  {product}" for product in result.outcome.products]
-    lines.append(f"serving: {result.outcome.verdict.value} - {result.outcome.summary}")
+    lines.append(f"serving: {result.outcome.said}")
     return "\n".join(lines)

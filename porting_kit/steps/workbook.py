@@ -149,7 +149,7 @@ def format_workbook(result: WorkbookResult) -> str:
     """The result for a terminal: the verdict, what it covered, what failed, where to read on."""
     outcome = result.outcome.as_dict()
     lines = [
-        f"verdict: {result.verdict.value} - {result.outcome.summary}",
+        f"verdict: {result.outcome.said}",
         f"covered: {', '.join(outcome['covered']) or 'nothing'}",
         f"not covered: {', '.join(outcome['not_covered']) or 'nothing'}",
     ]
