@@ -111,7 +111,7 @@ class CheckpointCheck:
     def _field(self, name: str, expected: str, found: Any) -> Change:
         said = "none" if found is None else repr(found)
         made = f"set {name} to {expected}" if expected != "no such field" else f"take {name} out"
-        return Change(f"{CONFIG}: {name}", expected, said, f"{made} in {self._place} {CONFIG}, or convert again")
+        return Change(f"{CONFIG}: {name}", expected, said, f"{made} in the checkpoint's {CONFIG}, or convert again")
 
     @property
     def _place(self) -> str:

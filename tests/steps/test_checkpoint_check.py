@@ -178,10 +178,17 @@ def test_a_base_checkpoint_of_another_converter_is_held_against_the_base(port_of
     run = open_converted(port, tmp_path / "right", base_checkpoint=str(foreign))
     assert align_port(run).outcome.figures["changed_fields"] == []
     change_ranks(foreign, zero(".qkv.bias"))
-    edit_config(foreign, rotary_base=10000.0)
-    cause = said_of(align_port(open_converted(port, tmp_path / "wrong", base_checkpoint=str(foreign))))
+    run = open_converted(port, tmp_path / "wrong", base_checkpoint=str(foreign))
+    cause = said_of(align_port(run))
+    assert cause["fault"] == "qkv_bias_dropped"
+    edit_config(run.folder.checkpoint, rotary_base=10000.0)
+    cause = said_of(align_port(run))
     assert set(cause["fault"].split(" + ")) == {"qkv_bias_dropped", "rope_base_lost"}
-    assert "the base checkpoint's config.json" in cause["fix"]
+    assert "set rotary_base to 1000000.0 in the checkpoint's config.json" in cause["fix"]
+    assert "correct these tensors in the base checkpoint's rank files" in cause["fix"]
+    edit_config(foreign, rotary_base=10000.0)
+    with pytest.raises(CheckpointError, match="rotary_base is 10000.0: the base's is 1000000.0"):
+        open_converted(port, tmp_path / "refused", base_checkpoint=str(foreign))
 
 
 def test_fields_of_several_ranks_are_compared_too(port_of, tmp_path) -> None:
