@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from porting_kit.architectures.releases import release_key
 from porting_kit.architectures.rope import ROPE_KINDS
+from porting_kit.errors import BaseModelError
 
 if TYPE_CHECKING:
     from porting_kit.architectures.base_config import BaseConfig
@@ -48,6 +49,21 @@ def find_unmet_needs(base: BaseConfig, release: str | None, tp_size: int = 1) ->
         if release_key(first) <= asked < release_key(sound):
             needs.append(Need(f"{base.architecture} ({why})", sound))
     return tuple(need for need in needs if need.since is None or asked < release_key(need.since))
+
+
+def require_release(base: BaseConfig, release: str | None, tp_size: int = 1) -> None:
+    """Raise BaseModelError when a TensorRT-LLM release cannot express this base; None asks nothing."""
+    unmet = find_unmet_needs(base, release, tp_size)
+    since = [need.since for need in unmet]
+    if unmet:
+        raise BaseModelError(
+            f"TensorRT-LLM {release} cannot express this model: {unmet[0].what}",
+            expected=f"{unmet[0].since} or later" if unmet[0].since else "no release takes this",
+            found=release,
+            where=base.where,
+            items=[need.what for need in unmet[1:]],
+            next_step=f"use TensorRT-LLM {max(since, key=release_key)} or later" if all(since) else None,
+        )
 
 
 def find_release_faults(base: BaseConfig, release: str | None) -> tuple[Difference, ...]:

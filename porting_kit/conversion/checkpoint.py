@@ -66,7 +66,7 @@ class RankFile:
         if keep:
             self._reopen(head, self.start + end, take_named)
             return
-        self.descriptor = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self.descriptor = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             os.ftruncate(self.descriptor, self.start + end)
             os.pwrite(self.descriptor, head, 0)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from porting_kit.architectures.base_config import BaseConfig, read_base_config
+from porting_kit.architectures.release_needs import require_release
 from porting_kit.conversion.base_checkpoint import (
     is_base_checkpoint,
     join_config,
@@ -271,25 +272,6 @@ def _plan_with_config(
 def choose_dtype(base: BaseConfig) -> str:
     """The base's own dtype; float16 when it is float32 or not stated, as TensorRT-LLM's converters do."""
     return base.dtype if base.dtype in ("float16", "bfloat16") else "float16"
-
-
-def require_release(base: BaseConfig, release: str | None, tp_size: int = 1) -> None:
-    """Raise BaseModelError when a TensorRT-LLM release cannot express this base; None asks nothing."""
-    from porting_kit.architectures.release_needs import find_unmet_needs
-    from porting_kit.architectures.releases import release_key
-    from porting_kit.errors import BaseModelError
-
-    unmet = find_unmet_needs(base, release, tp_size)
-    since = [need.since for need in unmet]
-    if unmet:
-        raise BaseModelError(
-            f"TensorRT-LLM {release} cannot express this model: {unmet[0].what}",
-            expected=f"{unmet[0].since} or later" if unmet[0].since else "no release takes this",
-            found=release,
-            where=base.where,
-            items=[need.what for need in unmet[1:]],
-            next_step=f"use TensorRT-LLM {max(since, key=release_key)} or later" if all(since) else None,
-        )
 
 
 def iterate_targets(

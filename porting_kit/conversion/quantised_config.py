@@ -53,7 +53,34 @@ DEFAULTS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "residual_mlp": lambda config: False,
 }
 """What the library takes for a field that is absent (models/modeling_utils.py and models/llama/config.py,
-0.13.0.dev2024090300; models/llama/model.py, 0.8.0). An absent field that is not here is an error when it is loaded."""
+0.13.0.dev2024090300; models/llama/model.py, 0.8.0)."""
+CLASS_DEFAULTS: Mapping[tuple[str, ...], Mapping[str, Any]] = {
+    ("QWen", "Qwen"): {"attn_bias": True},
+    ("Gemma2",): {"query_pre_attn_scalar": None, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ("Cohere",): {"output_multiplier_scale": 0.0625},
+    ("GPTJ",): {"rotary_dim": 64},
+    ("Falcon", "RW"): {"bias": False, "parallel_attention": False, "new_decoder_architecture": False},
+    ("GPTForCausalLM",): {
+        "gpt_variant": "gpt2",
+        "bias": True,
+        "q_scaling": 1.0,
+        "embedding_scale": None,
+        "apply_query_key_layer_scaling": False,
+        "inner_layernorm": False,
+        "norm_before_bmm1": False,
+    },
+    ("ChatGLM",): {
+        "chatglm_version": "chatglm3",
+        "add_bias_linear": False,
+        "add_qkv_bias": True,
+        "apply_query_key_layer_scaling": False,
+        "apply_residual_connection_post_layernorm": False,
+        "rmsnorm": True,
+        "rotary_pct": 0.5,
+    },
+}
+"""Beginnings of class names, and what their own config classes take otherwise (models/*/config.py,
+0.13.0.dev2024090300). A field that is in neither table has no default there that is known here, and is not judged."""
 SAME_ACTIVATION = {
     "gelu_new": "gelu",
     "gelu_fast": "gelu",
@@ -83,10 +110,12 @@ def compare_config(
         base: the base's settings.
     """
     found = []
+    defaults = _class_defaults(str(converted.get("architecture")))
     for name, wanted in converted.items():
-        if name in QUANTISERS_OWN or (name not in stated and name not in DEFAULTS) or not _matters(name, converted):
+        known = name in stated or name in defaults or name in DEFAULTS
+        if name in QUANTISERS_OWN or not known or not _matters(name, converted):
             continue
-        value = stated[name] if name in stated else DEFAULTS[name](stated)
+        value = stated[name] if name in stated else defaults[name] if name in defaults else DEFAULTS[name](stated)
         if _is_alike(name, value, wanted, base, stated):
             continue
         text = f"{name} is {value!r}" if name in stated else f"{name} is absent, for which the library takes {value!r}"
@@ -94,7 +123,14 @@ def compare_config(
         if name == "vocab_size" and isinstance(value, int) and value > wanted:
             text += ", and a row of zeros behind it wins wherever all other logits are negative"
         found.append(QuantisedFault("config", name, text))
+    if stated.get("share_embedding_table") is True and not base.tied and not base.architecture.startswith("Gemma"):
+        text = "share_embedding_table is True: the base's embedding and output matrix are two, and would be made one"
+        found.append(QuantisedFault("config", "share_embedding_table", text))
     return tuple(found)
+
+
+def _class_defaults(architecture: str) -> Mapping[str, Any]:
+    return next((known for names, known in CLASS_DEFAULTS.items() if architecture.startswith(names)), {})
 
 
 def _matters(name: str, wanted: Mapping[str, Any]) -> bool:

@@ -348,7 +348,7 @@ def size_for(case: ReferenceCase, dtype: str) -> ModelSize:
 
 def require_expressible(base: BaseConfig, release: str) -> None:
     """Raise RowRefused when the release or the class cannot express the model."""
-    from porting_kit.conversion.convert import require_release
+    from porting_kit.architectures.release_needs import require_release
 
     try:
         require_release(base, release)

@@ -317,6 +317,24 @@ def model_class_gate(fault: Any, release: str) -> GateResult:
     )
 
 
+def model_need_gate(need: Any, release: str) -> GateResult:
+    """Something of the base that the release cannot express.
+
+    Args:
+        need: a `Need`: what, and the first release `since` which it is there, None for none.
+        release: the target.
+    """
+    return GateResult(
+        "model",
+        f"{need.what} in {release}",
+        "refused",
+        f"{need.since} or later" if need.since else "no release takes this",
+        effect="no checkpoint of this model makes sense for this release",
+        remedy=f"use TensorRT-LLM {need.since} or later" if need.since else "take another model",
+        source="the release's own model classes; see architectures/families",
+    )
+
+
 def window_gate(*, window: int, max_seq_len: int) -> GateResult:
     """A sliding window that sequences outgrow, for ports that name no release (the kernel gates have their own).
 

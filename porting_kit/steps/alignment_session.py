@@ -49,7 +49,7 @@ from porting_kit.releases.kernels import KernelProfile, kernel_profile
 from porting_kit.releases.shape import AttentionShape, attention_shape, find_reached_window
 from porting_kit.source_tree import SourceTree
 from porting_kit.steps.captured_alignment import align_capture
-from porting_kit.steps.checkpoint_check import CheckpointCheck, naming_changed_fields
+from porting_kit.steps.checkpoint_check import MODEL_ERRORS, CheckpointCheck, naming_changes
 from porting_kit.steps.context import PortRun
 from porting_kit.steps.convert import TREE_FILE
 from porting_kit.steps.preflight import (
@@ -169,7 +169,7 @@ class AlignmentSession:
         """The port in the emulator: the checkpoint under the patched class, with the port's kernel profile."""
         module_file, class_name = self.module
         emulator = open_emulator(self.source_tree, kernel=self.kernel)
-        with naming_changed_fields(self.checkpoint_check):
+        with naming_changes(self.checkpoint_check):
             return emulator.load_checkpoint(
                 self.run.folder.checkpoint, module_file=module_file, class_name=class_name, rank=current_rank()
             )
@@ -252,11 +252,15 @@ class AlignmentSession:
 
     def align(self, model: Any = None, tree: MedusaTree | None = None) -> AlignmentResult:
         """Align a model (the port's own when None), with the port's tree unless another is given."""
+        with naming_changes(self.checkpoint_check, MODEL_ERRORS):
+            return self._align(model or self.model, tree or self.tree)
+
+    def _align(self, model: Any, tree: MedusaTree) -> AlignmentResult:
         return align_port_outputs(
             self.reference,
-            model or self.model,
+            model,
             self.prompts,
-            tree or self.tree,
+            tree,
             heads=self.reference_heads,
             options=self.options,
         )
@@ -317,27 +321,39 @@ class AlignmentSession:
             result: the alignment of what was observed.
             observation: the same with more than the alignment holds, None when it holds everything.
         """
-        with naming_changed_fields(self.checkpoint_check):
+        with naming_changes(self.checkpoint_check):
             diagnosis = name_cause(self.port_state, observation or result, result=result)
-        if diagnosis.own_model is None and diagnosis.to_explain == 0:
+        if diagnosis.own_model is not None:
+            return self._explain_port(diagnosis, result)
+        if diagnosis.to_explain == 0 or not self.checkpoint_check.changes:
             return diagnosis
-        if diagnosis.own_model is None and diagnosis.is_sure:
-            found = tuple(change.describe() for change in self.checkpoint_check.fields)
-            return replace(diagnosis, evidence=(*diagnosis.evidence, *found))
-        return self._explain_port(diagnosis, result)
+        return self._explain_foreign(diagnosis, observation or result, result)
+
+    def _explain_foreign(
+        self, diagnosis: Diagnosis, observed: Observation | AlignmentResult, result: AlignmentResult
+    ) -> Diagnosis:
+        """What another run emitted, where this checkpoint is changed: asked of the port as the rules make it."""
+        check = self.checkpoint_check
+        said = tuple(change.describe() for change in check.changes)
+        if not check.is_correctable:
+            return replace(diagnosis, evidence=(*diagnosis.evidence, *said))
+        asked = name_cause(check.set_right(self.port_state), observed, result=result)
+        if asked.to_explain == 0:  # the run is right, and this checkpoint is not
+            return self._explain_port(diagnosis, result)
+        remark = "this port's checkpoint, set right for these figures, is not what the rules make of its base"
+        return replace(asked, evidence=(*asked.evidence, f"{remark}: {'; '.join(said)}"))
 
     def _explain_port(self, diagnosis: Diagnosis, result: AlignmentResult) -> Diagnosis:
         """The same with what is wrong with the port itself: its checkpoint, then a change that makes it its base."""
         check, state = self.checkpoint_check, self.port_state
-        changes = (*check.fields, *check.tensors)
-        if changes:
+        if check.changes:
             held = replace(state, tensors=check.held)
             known = find_known_faults(replace(held, config=check.right_config, tensors=check.right), held)
-            said = [change.describe() for change in changes]
+            said = [change.describe() for change in check.changes]
             seen = [diagnosis.own_model] if diagnosis.own_model is not None else []
             evidence = (*said, *seen, *diagnosis.evidence)
-            diagnosis = replace(diagnosis, changes=changes, causes=known, ties=(), evidence=evidence)
-            state = replace(state, config=check.right_config, tensors={**state.tensors, **check.right})
+            diagnosis = replace(diagnosis, changes=check.changes, causes=known, ties=(), evidence=evidence)
+            state = check.set_right(state)
         return diagnosis if diagnosis.own_model is None else self._explain_own_model(diagnosis, result, state)
 
     def _explain_own_model(self, diagnosis: Diagnosis, result: AlignmentResult, state: PortState) -> Diagnosis:

@@ -23,6 +23,7 @@ from porting_kit.conversion.stream import default_workers
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
 from porting_kit.conversion.weight_files import read_header
 from porting_kit.diagnosis.changes import Change
+from porting_kit.diagnosis.port_state import PortState
 from porting_kit.errors import CheckpointError, PortingKitError
 from porting_kit.kernel_fit.fit import CONFIG_KEY
 from porting_kit.steps.context import PortRun
@@ -97,7 +98,7 @@ class CheckpointCheck:
     @cached_property
     def fields(self) -> tuple[Change, ...]:
         """Fields that hold other values, are missing, or that no rule writes; no weights are read."""
-        changes = [self._field(row.target, repr(row.value), found) for row, found in self._changed_rows]
+        changes = [self._field(row.target, json.dumps(row.value), found) for row, found in self._changed_rows]
         return (*changes, *(self._field(name, "no such field", self.config[name]) for name in self._unknown_fields))
 
     @property
@@ -108,8 +109,22 @@ class CheckpointCheck:
             del config[name]
         return set_fields(config, [row for row, _ in self._changed_rows])
 
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """Fields, then tensors."""
+        return (*self.fields, *self.tensors)
+
+    @property
+    def is_correctable(self) -> bool:
+        """Whether what the rules make is known for all changed tensors: not of a fitted port, nor on several ranks."""
+        return not self.tensors or len(self.right) >= sum(len(change.tensors) for change in self.tensors)
+
+    def set_right(self, state: PortState) -> PortState:
+        """The port with its checkpoint as the rules make it."""
+        return replace(state, config=self.right_config, tensors={**state.tensors, **self.right})
+
     def _field(self, name: str, expected: str, found: Any) -> Change:
-        said = "none" if found is None else repr(found)
+        said = "no such field" if found is None and name not in self.config else json.dumps(found)
         made = f"set {name} to {expected}" if expected != "no such field" else f"take {name} out"
         return Change(f"{CONFIG}: {name}", expected, said, f"{made} in the checkpoint's {CONFIG}, or convert again")
 
@@ -122,9 +137,21 @@ class CheckpointCheck:
         """Tensors that do not lead back to the base; reads both sides."""
         return self._prove_fitted() if self.inputs.fit.steps else self._prove()
 
+    @property
+    def misfits(self) -> tuple[Change, ...]:
+        """Tensors that are missing, or of another dtype or shape; reads headers alone, and none of a fitted port."""
+        if self.inputs.fit.steps:
+            return ()
+        found = {planned.target: _describe_misfit(planned, self._entries) for planned in self.plan.tensors}
+        return self._group({target: misfit for target, misfit in found.items() if misfit is not None})
+
+    @cached_property
+    def _entries(self) -> list[dict[str, Any]]:
+        folder, ranks = self.run.folder.checkpoint, range(self.plan.world_size)
+        return [read_header(folder / f"rank{rank}.safetensors", CheckpointError) for rank in ranks]
+
     def _prove(self) -> tuple[Change, ...]:
-        plan, folder = self.plan, self.run.folder.checkpoint
-        entries = [read_header(folder / f"rank{rank}.safetensors", CheckpointError) for rank in range(plan.world_size)]
+        plan, folder, entries = self.plan, self.run.folder.checkpoint, self._entries
         readers = [TensorSource(one, folder, CheckpointError).read for one in entries]
         there = [planned for planned in plan.tensors if _describe_misfit(planned, entries) is None]
         absent = {planned.target: _describe_misfit(planned, entries) for planned in plan.tensors}
@@ -189,24 +216,35 @@ def _without_numbers(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
+MODEL_ERRORS = (RuntimeError, TypeError, ValueError, KeyError, AttributeError)
+
+
 @contextmanager
-def naming_changed_fields(check: CheckpointCheck) -> Iterator[None]:
-    """While open, an error from building the model names the fields of config.json that were changed, where any were.
+def naming_changes(
+    check: CheckpointCheck, caught: tuple[type[Exception], ...] = (PortingKitError, *MODEL_ERRORS)
+) -> Iterator[None]:
+    """While open, an error of the model names what of its checkpoint was changed, where anything was.
+
+    Args:
+        check: of the checkpoint that the model is built from.
+        caught: errors that a changed checkpoint can be behind.
 
     Raises:
         CheckpointError: in place of the library's own error.
     """
     try:
         yield
-    except (PortingKitError, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
-        if not check.fields:
+    except caught as error:
+        changes = check.fields or check.misfits
+        if not changes:
             raise
-        first = check.fields[0]
+        first, folder = changes[0], check.run.folder.checkpoint
         raise CheckpointError(
-            "no model can be built from this config.json, and it is not what the rules make of the base",
+            f"no model can run from this {CONFIG if check.fields else 'checkpoint'}, and it is not what the rules make "
+            "of the base",
             expected=f"{first.name}: {first.expected}",
             found=f"{first.found}; the model says: {str(error).splitlines()[0] if str(error) else repr(error)}",
-            where=check.run.folder.checkpoint / CONFIG,
-            items=[change.describe() for change in check.fields],
+            where=folder / CONFIG if check.fields else folder,
+            items=[change.describe() for change in changes],
             next_step=first.fix,
         ) from error

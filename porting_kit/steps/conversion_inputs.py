@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from porting_kit.architectures.base_config import BaseConfig
+from porting_kit.architectures.release_needs import require_release
 from porting_kit.conversion.base_checkpoint import CheckpointBase, plan_joining
 from porting_kit.conversion.config_fields import build_config
 from porting_kit.conversion.heads import HeadSet
@@ -87,6 +88,7 @@ def open_conversion(port: Port, *, check_values: bool = False) -> ConversionInpu
     release = target_release(source_tree, profile)
     source = open_tensor_source(port.base_path)
     base = read_port_base(port, release, source)
+    require_release(base, release, port.target.tp_size)
     heads = read_port_heads(port, base, check_values=check_values)
     fit = plan_port_fit(port, base, profile)
     joined = base_plan = base_source = None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from porting_kit.architectures.base_config import BaseConfig
-from porting_kit.architectures.release_needs import find_release_faults
+from porting_kit.architectures.release_needs import find_release_faults, find_unmet_needs
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.plan import ConversionPlan
 from porting_kit.kernel_fit.plan import FitPlan
@@ -25,6 +25,7 @@ from porting_kit.releases.port_gates import (
     dtype_gate,
     length_gate,
     model_class_gate,
+    model_need_gate,
     pipeline_parallel_gate,
     position_gate,
     tensor_parallel_gate,
@@ -84,6 +85,8 @@ def list_port_gates(
             batch_gate(max_batch_size=target.max_batch_size, release=profile.release, facts=facts),
         ]
         gates += [model_class_gate(fault, profile.release) for fault in find_release_faults(base, profile.release)]
+        needs = find_unmet_needs(base, profile.release, target.tp_size)
+        gates += [model_need_gate(need, profile.release) for need in needs]
     return tuple(gates)
 
 

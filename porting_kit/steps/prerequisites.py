@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -43,7 +44,10 @@ def read_checkpoint_document(run: PortRun, name: str = "config.json") -> Any:
     """
     file = run.folder.checkpoint / name
     try:
-        return read_json(file)
+        document = read_json(file)
+        if name == "config.json" and not isinstance(document, dict):
+            raise ValueError(f"a JSON object belongs here, not {json.dumps(document)[:40]}")
+        return document
     except (OSError, ValueError) as error:
         raise CheckpointError(
             "a checkpoint file is damaged",

@@ -7,9 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from porting_kit.architectures import read_base_config
+from porting_kit.conversion.config_fields import build_config
 from porting_kit.conversion.convert import convert_checkpoint
 from porting_kit.conversion.dequantised import StoredMatrix
 from porting_kit.conversion.quantised_comparison import find_scale_fault, measure_distance
+from porting_kit.conversion.quantised_config import compare_config
 from porting_kit.conversion.quantised_files import ALGORITHMS
 from porting_kit.errors import CheckpointError, ConversionError
 from porting_kit.outcomes import Verdict
@@ -135,6 +138,30 @@ def test_a_field_of_another_model_is_named(checkpoint, base, field, value):  # n
     fault = differences(checkpoint, base)[0]
     assert (fault.kind, fault.module) == ("config", field)
     assert f"{field} is {value!r}" in fault.text
+
+
+@pytest.mark.parametrize(
+    ("family", "raw", "field", "value", "is_told"),
+    [
+        ("qwen2", {}, "attn_bias", None, False),  # as nvidia-modelopt writes it: QWenConfig takes True
+        ("qwen2", {}, "attn_bias", False, True),
+        ("gemma2", {}, "query_pre_attn_scalar", None, True),
+        ("gemma2", {}, "final_logit_softcapping", None, True),
+        ("cohere", {"logit_scale": 0.83}, "output_multiplier_scale", None, True),
+        ("cohere", {"logit_scale": 0.0625}, "output_multiplier_scale", None, False),
+        ("gptj", {}, "rotary_dim", None, True),
+        ("llama", {"tie_word_embeddings": False}, "share_embedding_table", True, True),
+        ("llama", {"tie_word_embeddings": True}, "share_embedding_table", True, False),
+    ],
+)
+def test_a_class_has_defaults_of_its_own(tmp_path, family, raw, field, value, is_told):
+    write_model(tmp_path / "base", raw_config(family, **raw))
+    convert_checkpoint(tmp_path / "base", tmp_path / "plain", dtype="float16")
+    change_config(tmp_path / "plain", {field: value})
+    model = read_base_config(tmp_path / "base")
+    stated = json.loads((tmp_path / "plain" / "config.json").read_text())
+    found = compare_config(stated, build_config(model, dtype="float16")[0], model)
+    assert [fault.module for fault in found] == ([field] if is_told else [])
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -14,9 +16,11 @@ from porting_kit.conversion import convert_checkpoint
 from porting_kit.errors import CheckpointError
 from porting_kit.outcomes import Verdict
 from porting_kit.steps.align import AlignResult, align_port, format_alignment
+from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.checkpoint_check import CheckpointCheck
 from porting_kit.steps.context import PortRun, open_port_run
 from porting_kit.steps.convert import convert_port
+from porting_kit.steps.diagnose import diagnose_port
 from tests.steps.sharded_port import change_ranks, write_port
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -92,10 +96,10 @@ def said_of(result: AlignResult) -> dict[str, Any]:
         ("qwen2", "rotary_base", 500.0, "1000000.0", None),
         ("qwen2", "rotary_base", None, "1000000.0", None),
         ("qwen2", "norm_epsilon", 1e-2, "1e-06", None),
-        ("qwen2", "hidden_act", "gelu", "'silu'", None),
-        ("qwen2", "position_embedding_type", "rope_gptj", "'rope_gpt_neox'", "rotary_style_swapped"),
+        ("qwen2", "hidden_act", "gelu", '"silu"', None),
+        ("qwen2", "position_embedding_type", "rope_gptj", '"rope_gpt_neox"', "rotary_style_swapped"),
         ("gptneox", "rotary_pct", 1.0, "0.25", "rotary_share_ignored"),
-        ("llama", "rotary_scaling", {"type": "linear", "factor": 1.0}, "'factor': 4.0", None),
+        ("llama", "rotary_scaling", {"type": "linear", "factor": 1.0}, '"factor": 4.0', None),
     ],
 )
 def test_a_changed_field_is_the_cause(port_of, tmp_path, family, field, value, expected, fault) -> None:
@@ -106,7 +110,7 @@ def test_a_changed_field_is_the_cause(port_of, tmp_path, family, field, value, e
     (change,) = cause["changes"]
     assert change["name"] == f"config.json: {field}"
     assert expected in change["expected"]
-    assert change["found"] == ("none" if value is None else repr(value))
+    assert change["found"] == ("no such field" if value is None else json.dumps(value))
     assert cause["fault"] == fault
     assert f"set {field} to" in cause["fix"]
     shown = format_alignment(result)
@@ -169,6 +173,67 @@ def test_a_field_without_effect_is_said_of_a_pass(port_of, tmp_path) -> None:
     assert "own_field: expected no such field, found 1" in outcome.summary
 
 
+def test_what_another_run_emitted_is_not_put_down_to_a_harmless_field(port_of, tmp_path) -> None:
+    run = open_converted(port_of("qwen2"), tmp_path / "run")
+    align_port(run)
+    ids = numpy.load(run.folder.root / "alignment" / "output_ids.npy")
+    emitted = ids.copy()
+    for row, prompt in enumerate(AlignmentSession(run, keeps_prompts=True).prompts):
+        new = slice(len(prompt), len(prompt) + QUICK["alignment.new_tokens"])
+        emitted[row, ..., new] = (ids[row, ..., new] * 7 + 5) % 90  # no fault of the list
+    numpy.save(tmp_path / "emitted.npy", emitted)
+    edit_config(run.folder.checkpoint, own_field=1)
+    diagnosis = diagnose_port(run, tmp_path / "emitted.npy").diagnosis
+    assert diagnosis.changes == ()
+    assert "own_field" not in diagnosis.verdict
+    assert "own_field" in diagnosis.evidence[-1]
+
+
+def test_a_right_run_is_not_blamed_for_this_checkpoint(port_of, tmp_path) -> None:
+    """A swap is its own inverse: planted in a swapped checkpoint it explains what a right run emitted."""
+    run = open_converted(port_of("qwen2"), tmp_path / "run")
+    align_port(run)
+    shutil.copy(run.folder.root / "alignment" / "output_ids.npy", tmp_path / "right.npy")
+    change_ranks(run.folder.checkpoint, swap("fc", "gate"))
+    diagnosis = diagnose_port(run, tmp_path / "right.npy").diagnosis
+    assert [fault.name for fault in diagnosis.causes] == ["gate_and_up_swapped"]
+    assert "the checkpoint is not what the rules make of its base" in diagnosis.verdict
+
+
+def drop(name: str) -> Callable[[list[dict[str, torch.Tensor]]], None]:
+    def change(ranks: list[dict[str, torch.Tensor]]) -> None:
+        for tensors in ranks:
+            del tensors[name]
+
+    return change
+
+
+def test_a_tensor_that_is_missing_is_named(port_of, tmp_path) -> None:
+    run = open_converted(port_of("qwen2"), tmp_path / "run")
+    change_ranks(run.folder.checkpoint, drop("transformer.layers.0.mlp.proj.weight"))
+    with pytest.raises(CheckpointError, match="no model can run from this checkpoint") as caught:
+        align_port(run)
+    assert "layers.0.mlp.proj.weight: float32" in caught.value.expected
+    assert caught.value.found.startswith("no such tensor")
+
+
+@pytest.mark.parametrize(("text", "said"), [("[]", "a JSON object belongs here"), ("null", "not null")])
+def test_a_config_that_is_no_object_is_refused(port_of, tmp_path, text, said) -> None:
+    run = open_converted(port_of("qwen2"), tmp_path / "run")
+    (run.folder.checkpoint / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="damaged") as caught:
+        align_port(run)
+    assert said in caught.value.found
+
+
+def test_a_value_of_the_wrong_type_is_named(port_of, tmp_path) -> None:
+    run = open_converted(port_of("qwen2"), tmp_path / "run")
+    edit_config(run.folder.checkpoint, norm_epsilon="1e-6")
+    with pytest.raises(CheckpointError, match=r"no model can run from this config\.json") as caught:
+        align_port(run)
+    assert caught.value.expected.startswith("config.json: norm_epsilon")
+
+
 def test_a_base_checkpoint_of_another_converter_is_held_against_the_base(port_of, tmp_path) -> None:
     """Its heads' tensors are copies of the port's, its base's tensors are whatever that converter made."""
     port = port_of("qwen2")
@@ -187,7 +252,7 @@ def test_a_base_checkpoint_of_another_converter_is_held_against_the_base(port_of
     assert "set rotary_base to 1000000.0 in the checkpoint's config.json" in cause["fix"]
     assert "correct these tensors in the base checkpoint's rank files" in cause["fix"]
     edit_config(foreign, rotary_base=10000.0)
-    with pytest.raises(CheckpointError, match="rotary_base is 10000.0: the base's is 1000000.0"):
+    with pytest.raises(CheckpointError, match=r"rotary_base is 10000\.0: the base's is 1000000\.0"):
         open_converted(port, tmp_path / "refused", base_checkpoint=str(foreign))
 
 
