@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from porting_kit.alignment.fit import ContextOracle
-from porting_kit.alignment.gates import ERROR_FACTOR
 from porting_kit.alignment.head_oracle import ReferenceHeads, read_reference_heads
 from porting_kit.alignment.inherent import matched_to_library
 from porting_kit.alignment.layer_parts import pair_modules
@@ -30,9 +29,7 @@ from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.plan import plan_conversion
 from porting_kit.conversion.planned import ConversionPlan, plan_scalars, read_skipped_rows
 from porting_kit.conversion.tensor_source import TensorSource, open_tensor_source
-from porting_kit.diagnosis import Diagnosis, Observation, PortState, name_cause, read_port_state
-from porting_kit.diagnosis.changes import find_known_faults
-from porting_kit.diagnosis.own_model import find_correction, measure_context_error
+from porting_kit.diagnosis import Diagnosis, Observation, PortState, read_port_state
 from porting_kit.emulator import EmulatedModel, open_emulator
 from porting_kit.emulator.xqa import open_xqa_kernel
 from porting_kit.engine.captured import (
@@ -52,6 +49,7 @@ from porting_kit.steps.captured_alignment import align_capture
 from porting_kit.steps.checkpoint_check import MODEL_ERRORS, CheckpointCheck, naming_changes
 from porting_kit.steps.context import PortRun
 from porting_kit.steps.convert import TREE_FILE
+from porting_kit.steps.explanation import diagnose_session
 from porting_kit.steps.preflight import (
     open_port_tree,
     read_port_base,
@@ -253,17 +251,14 @@ class AlignmentSession:
     def align(self, model: Any = None, tree: MedusaTree | None = None) -> AlignmentResult:
         """Align a model (the port's own when None), with the port's tree unless another is given."""
         with naming_changes(self.checkpoint_check, MODEL_ERRORS):
-            return self._align(model or self.model, tree or self.tree)
-
-    def _align(self, model: Any, tree: MedusaTree) -> AlignmentResult:
-        return align_port_outputs(
-            self.reference,
-            model,
-            self.prompts,
-            tree,
-            heads=self.reference_heads,
-            options=self.options,
-        )
+            return align_port_outputs(
+                self.reference,
+                model or self.model,
+                self.prompts,
+                tree or self.tree,
+                heads=self.reference_heads,
+                options=self.options,
+            )
 
     def read_captured(
         self, file: Path, logits_file: Path | None = None, *, padded_to: int = 1
@@ -321,65 +316,14 @@ class AlignmentSession:
             result: the alignment of what was observed.
             observation: the same with more than the alignment holds, None when it holds everything.
         """
-        with naming_changes(self.checkpoint_check):
-            diagnosis = name_cause(self.port_state, observation or result, result=result)
-        if diagnosis.own_model is not None:
-            return self._explain_port(diagnosis, result)
-        if diagnosis.to_explain == 0 or not self.checkpoint_check.changes:
-            return diagnosis
-        return self._explain_foreign(diagnosis, observation or result, result)
-
-    def _explain_foreign(
-        self, diagnosis: Diagnosis, observed: Observation | AlignmentResult, result: AlignmentResult
-    ) -> Diagnosis:
-        """What another run emitted, where this checkpoint is changed: asked of the port as the rules make it."""
-        check = self.checkpoint_check
-        said = tuple(change.describe() for change in check.changes)
-        if not check.is_correctable:
-            return replace(diagnosis, evidence=(*diagnosis.evidence, *said))
-        asked = name_cause(check.set_right(self.port_state), observed, result=result)
-        if asked.to_explain == 0:  # the run is right, and this checkpoint is not
-            return self._explain_port(diagnosis, result)
-        remark = "this port's checkpoint, set right for these figures, is not what the rules make of its base"
-        return replace(asked, evidence=(*asked.evidence, f"{remark}: {'; '.join(said)}"))
-
-    def _explain_port(self, diagnosis: Diagnosis, result: AlignmentResult) -> Diagnosis:
-        """The same with what is wrong with the port itself: its checkpoint, then a change that makes it its base."""
-        check, state = self.checkpoint_check, self.port_state
-        if check.changes:
-            held = replace(state, tensors=check.held)
-            known = find_known_faults(replace(held, config=check.right_config, tensors=check.right), held)
-            said = [change.describe() for change in check.changes]
-            seen = [diagnosis.own_model] if diagnosis.own_model is not None else []
-            evidence = (*said, *seen, *diagnosis.evidence)
-            diagnosis = replace(diagnosis, changes=check.changes, causes=known, ties=(), evidence=evidence)
-            state = check.set_right(state)
-        return diagnosis if diagnosis.own_model is None else self._explain_own_model(diagnosis, result, state)
-
-    def _explain_own_model(self, diagnosis: Diagnosis, result: AlignmentResult, state: PortState) -> Diagnosis:
-        """The same with what makes the port its base: its checkpoint set right, or one further change that is known."""
-        texts = [[*prompt, *text.tokens] for prompt, text in zip(result.prompts, result.texts, strict=True)]
-        with self._matched(result):
-            base_logits = self.reference.logits(texts)
-        bound = ERROR_FACTOR * result.noise.relative_error
-        if diagnosis.changes:
-            left = measure_context_error(state, base_logits, texts)
-            sentence = f"with the checkpoint set right the port's logits are within {left:.1e} of the base's"
-            diagnosis = replace(diagnosis, evidence=(*diagnosis.evidence, sentence))
-            if left <= bound:
-                return diagnosis
-        found = find_correction(state, base_logits, texts, bound, self.base.sliding_window)
-        if found is None:
-            return diagnosis
-        evidence = (*diagnosis.evidence, found.describe())
-        return replace(diagnosis, causes=(*diagnosis.causes, found.fault), evidence=evidence)
+        return diagnose_session(self, result, observation)
 
     def compare_layers(self, result: AlignmentResult) -> Any:
         """Layer by layer on the longest prompt; None for an engine's captured tokens, which have no layers."""
         if self.run.port.engine == "captured":
             return None
         place = max(range(len(self.prompts)), key=lambda index: len(self.prompts[index]))
-        with self._matched(result):
+        with self.matched(result):
             return compare_layers(
                 self.model,
                 self.reference,
@@ -391,7 +335,7 @@ class AlignmentSession:
                 noise_dtype=self.model.dtype,
             )
 
-    def _matched(self, result: AlignmentResult) -> AbstractContextManager[None]:
+    def matched(self, result: AlignmentResult) -> AbstractContextManager[None]:
         """The base with the differences that the library makes anyway, so that what is left is the port's."""
         shown = {difference.name for difference in result.inherent if difference.applies}
         return matched_to_library(

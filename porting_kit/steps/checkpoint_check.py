@@ -235,7 +235,10 @@ def naming_changes(
     try:
         yield
     except caught as error:
-        changes = check.fields or check.misfits
+        try:
+            changes = check.fields or check.misfits
+        except PortingKitError:  # a file that cannot be read, which the first error says
+            changes = ()
         if not changes:
             raise
         first, folder = changes[0], check.run.folder.checkpoint

@@ -41,6 +41,7 @@ GATE_FAULTS = {
     "max_num_tokens_gate": "test_tokens_of_one_step",
     "batch_gate": "test_batches_in_releases_with_the_python_session_only",
     "model_class_gate": "test_a_fault_of_the_model_class_is_silent_and_names_the_release_without_it",
+    "model_need_gate": "test_what_a_release_cannot_express_is_refused",
     "window_gate": "test_a_window_that_sequences_outgrow_is_silent",
     "memory_gate": "test_memory_and_disk_estimates_refuse_what_does_not_fit",
     "disk_gate": "test_memory_and_disk_estimates_refuse_what_does_not_fit",

@@ -12,6 +12,7 @@ from porting_kit.releases.port_gates import (
     length_gate,
     max_num_tokens_gate,
     model_class_gate,
+    model_need_gate,
     pipeline_parallel_gate,
     position_gate,
     tensor_parallel_gate,
@@ -125,6 +126,13 @@ def test_a_fault_of_the_model_class_is_silent_and_names_the_release_without_it()
     fault = SimpleNamespace(name="a factor", effect="is lost", before="0.12.0", source="model.py")
     gate = model_class_gate(fault, "0.11.0")
     assert (gate.verdict, gate.remedy) == ("silent", "use 0.12.0 or later")
+
+
+@pytest.mark.parametrize(("since", "remedy"), [("0.13.0", "use TensorRT-LLM 0.13.0 or later"), (None, "another model")])
+def test_what_a_release_cannot_express_is_refused(since, remedy):
+    gate = model_need_gate(SimpleNamespace(what="Phi on several ranks", since=since), "0.11.0")
+    assert (gate.verdict, gate.value) == ("refused", "Phi on several ranks in 0.11.0")
+    assert remedy in gate.remedy
 
 
 def test_tokens_of_one_step():
