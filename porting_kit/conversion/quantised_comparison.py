@@ -306,19 +306,22 @@ def _find_wrong_numbers(matrix: StoredMatrix, wanted: torch.Tensor, algorithm: A
     """Numbers that are not the nearest to what the base's matrix is over the stored scales, None when all are.
 
     All supported formats round to the nearest number, so this shows a scale that the factor of a short row in 4 bit
-    cannot; numbers that were cut off at the end of their range are left out.
+    cannot; numbers that were cut off at the end of their range are left out. One number that is more than a step off
+    is enough, of nearer ones more than `CHANCE_NUMBERS`.
     """
     exact = (wanted if matrix.prequant is None else wanted / matrix.prequant[None]) / matrix.spread_scale
     least, most = exact * (1 - NUMBER_TOLERANCE), exact * (1 + NUMBER_TOLERANCE)
     if algorithm.name == "FP8":
         rounded = [edge.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float() for edge in (least, most)]
         wrong = (matrix.numbers < torch.minimum(*rounded)) | (matrix.numbers > torch.maximum(*rounded))
+        far = ((matrix.numbers - exact).abs() > exact.abs() / 4 + 2.0**-6) & (exact.abs() < 448.0)
     else:
         limit = (1 << (algorithm.bits - 1)) - 0.5
         off = (matrix.numbers - exact).abs() - 0.5 - (most - least).abs() / 2
         wrong = (off > 0) & (exact.abs() < limit)
+        far = wrong & (off > 1)
     count = int(wrong.sum())
-    if count <= CHANCE_NUMBERS:
+    if count <= CHANCE_NUMBERS and not far.any():
         return None
     row = int(wrong.sum(1).argmax())
     return f"{count} of {wrong.numel()} numbers are not what the base's matrix gives by these scales, most in row {row}"

@@ -451,3 +451,16 @@ def test_a_column_that_hangs_on_one_number_is_not_judged_by_how_that_was_rounded
     numbers[5, 9] = 5
     matrix = StoredMatrix(numbers, scale, torch.ones(64))
     assert find_scale_fault(matrix, weight, ALGORITHMS["W4A16_AWQ"]) is None
+
+
+@pytest.mark.parametrize(("name", "top"), [("W8A16", 127), ("FP8", 448)])
+def test_a_single_number_far_off_is_a_fault(name, top):
+    weight = 0.05 * torch.randn(64, 64, generator=torch.Generator().manual_seed(4))
+    scale = weight.abs().amax(1, keepdim=True) / top
+    numbers = weight / scale
+    numbers = numbers.to(torch.float8_e4m3fn).float() if name == "FP8" else numbers.round()
+    assert find_scale_fault(StoredMatrix(numbers, scale, None), weight, ALGORITHMS[name]) is None
+    numbers[7, 3] = -numbers[7, 3]
+    assert find_scale_fault(StoredMatrix(numbers, scale, None), weight, ALGORITHMS[name]).startswith(
+        "1 of 4096 numbers"
+    )
