@@ -16,7 +16,9 @@ import torch
 
 from porting_kit.emulator import gpu_operations
 from porting_kit.emulator.cache import KVCache
+from porting_kit.emulator.gpu_products import MAX_ROWS
 from porting_kit.emulator.program import HeadProgram, StepProgram, write_program
+from porting_kit.emulator.program_passes import is_same
 from porting_kit.emulator.replay import BUCKET_TOKENS
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 KEPT_DECODERS = 2
 """Decoders a model keeps; each holds a cache, and on a CPU laid-out weights."""
+
+FORESEEN_NODES, FORESEEN_BYTES = 8, 256 << 20
+"""Nodes at which a step gives the heads' logits itself, and the size of an output matrix from which on that pays."""
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 _LOG = logging.getLogger(__name__)
@@ -42,6 +47,7 @@ class Decoder:
     Attributes:
         cache: to be filled by `model.prefill`.
         memo: for the caller: what it wants to find again with the decoder.
+        foreseen: nodes at which a step gives the heads' logits itself; see `foresee`.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class Decoder:
         self.nodes = 1 if position_offsets is None else len(position_offsets)
         self.cache: KVCache = model.new_cache(batch_size, capacity_tokens)
         self.memo: dict[str, Any] = {}
+        self.foreseen: tuple[int, ...] = ()
         self._programs: dict[int, StepProgram] = {}
         self._heads: HeadProgram | None = None
         self._is_checked = False
@@ -64,6 +71,22 @@ class Decoder:
     def end_for(self, past_tokens: int) -> int:
         """The cache rows that a step attends to when the longest request has `past_tokens`."""
         return min(self.cache.capacity, -(-(past_tokens + self.nodes) // BUCKET_TOKENS) * BUCKET_TOKENS)
+
+    def foresee(self, nodes: Sequence[int]) -> None:
+        """Let steps give the heads' logits at the likeliest last accepted nodes, where that pays; before any step.
+
+        Heads run at the node that was accepted last, which is known after the step only. Where they share a large
+        output matrix with the base, they read it once more then; at a few nodes they can run beside the base's product.
+
+        Args:
+            nodes: the likeliest first.
+        """
+        B, M, device = self.cache.batch_size, self._model.num_medusa_heads, self._model.device
+        is_compiled = self._compiles and gpu_operations.has_kernels(device, self._model.dtype)
+        if self._programs or not is_compiled or not has_large_shared_matrix(self._model):
+            return
+        fitting = (MAX_ROWS - B * self.nodes) // (B * M)
+        self.foreseen = tuple(nodes[: max(0, min(FORESEEN_NODES, fitting))])
 
     def check(self, ids: torch.Tensor) -> None:
         """Compare the program with an eager step on these ids [B, N]; nothing is kept of either.
@@ -78,17 +101,21 @@ class Decoder:
         expected = model.decode(ids.cpu(), cache, position_offsets=self._offsets, packed_mask=self._words)
         cache.rewind(cache.lengths)
         pasts = cache.lengths.to(model.device).unsqueeze(1)
-        logits, hidden = self.step(ids, pasts, self.end_for(int(cache.lengths.max())))
+        logits, hidden, guesses = self.step(ids, pasts, self.end_for(int(cache.lengths.max())))
         found = [(logits, expected.logits)]
         if model.num_medusa_heads and self.nodes > 1:
             found.append((self.heads(hidden[:, -1]), expected.medusa_logits[:, :, -1]))
+        if guesses is not None:
+            found.append((guesses, expected.medusa_logits[:, :, list(self.foreseen)]))
         for ours, eager in found:
             scale = float(eager.abs().max()) + 1e-6
             if not float((ours - eager).abs().max()) <= _TOLERANCES[model.dtype] * scale:
                 raise RuntimeError(f"the program differs from the eager step: {float((ours - eager).abs().max())}")
         self._is_checked = True
 
-    def step(self, ids: torch.Tensor, pasts: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(
+        self, ids: torch.Tensor, pasts: torch.Tensor, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """One step of all requests.
 
         Args:
@@ -97,19 +124,39 @@ class Decoder:
             end: cache rows to attend to, of `end_for`.
 
         Returns:
-            logits [B, N, Vp] and hidden states [B, N, E].
+            logits [B, N, Vp], hidden states [B, N, E], and the heads' logits [M, B, F, Vp] at the F foreseen nodes, or
+            None.
         """
         if end not in self._programs:
             self._programs[end] = StepProgram(
-                self._model, self.cache, self.nodes, end, self._offsets, self._words, compiles=self._compiles
+                self._model,
+                self.cache,
+                self.nodes,
+                end,
+                self._offsets,
+                self._words,
+                head_nodes=self.foreseen,
+                compiles=self._compiles,
             )
-        return self._programs[end](ids, pasts, self.cache.layers)
+        logits, hidden, *guesses = self._programs[end](ids, pasts, self.cache.layers)
+        return logits, hidden, guesses[0] if guesses else None
 
-    def heads(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of all heads at one node a request: [B, E] to [M, B, Vp]."""
+    def heads(self, hidden: torch.Tensor, is_known: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of all heads at one node a request: [B, E] to [M, B, Vp].
+
+        Args:
+            hidden: the states.
+            is_known: int32 [1]; where it is not 0 nothing is computed, and the logits hold anything. It counts only
+                where nodes are foreseen.
+        """
+        has_skip = bool(self.foreseen)
         if self._heads is None:
-            self._heads = HeadProgram(self._model, self.cache.batch_size, compiles=self._compiles)
-        return self._heads(hidden)
+            self._heads = HeadProgram(self._model, self.cache.batch_size, has_skip=has_skip, compiles=self._compiles)
+        if not has_skip:
+            return self._heads(hidden)
+        if is_known is None:
+            is_known = torch.zeros(1, dtype=torch.int32, device=hidden.device)
+        return self._heads(hidden, is_known)
 
     def keep(self, rows: torch.Tensor, pasts: torch.Tensor) -> None:
         """Move the accepted rows of the last step together: past + rows[b, i] to past + i; -1 moves nothing.
@@ -213,6 +260,14 @@ def can_write_down(model: EmulatedModel) -> bool:
     """One rank, no module recorded, no kernel profile; on a CPU no half type (its weights would be kept twice)."""
     is_plain = model.device.type == "cuda" or model.dtype in (torch.float32, torch.float64)
     return is_plain and model.mapping.world_size == 1 and model.kernel is None and not model.replays.is_suspended
+
+
+def has_large_shared_matrix(model: EmulatedModel) -> bool:
+    """Whether the heads' output matrices are the base's, and large."""
+    matrices = [value for name, value in model.named_parameters().items() if name.endswith("lm_head.weight")]
+    first, *others = matrices or [torch.empty(0)]
+    size = first.numel() * first.element_size()
+    return size >= FORESEEN_BYTES and len(others) > 0 and all(is_same(first, other) for other in others)
 
 
 def weight_versions(model: EmulatedModel) -> tuple[int, ...]:

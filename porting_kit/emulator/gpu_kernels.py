@@ -11,6 +11,10 @@ try:
     import triton.language as tl
 except ImportError:  # a CPU build of PyTorch
     triton = tl = None
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # Triton before 3.4
+    TensorDescriptor = None
 
 HAS_TRITON = triton is not None
 
@@ -25,18 +29,24 @@ def multiply_row(
     weight,
     second,
     bias,
+    skip,
     output,
     fan_in,
     fan_out,
     HAS_BIAS: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
     IS_PAIR: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
     """One row [fan_in] times a weight [fan_out, fan_in] -> [fan_out]; the weight is streamed once.
 
-    With IS_PAIR a second weight of the same shape follows the first, [2 * fan_out].
+    With IS_PAIR a second weight of the same shape follows the first, [2 * fan_out]. With HAS_SKIP nothing is read or
+    written where the int32 at `skip` is not 0.
     """
+    if HAS_SKIP:  # noqa: SIM102 - decided when the kernel is compiled
+        if tl.load(skip) != 0:
+            return
     block, shift = tl.program_id(0), 0
     if IS_PAIR:
         blocks = tl.num_programs(0) // 2
@@ -68,12 +78,14 @@ def multiply_rows(
     weight,
     second,
     bias,
+    skip,
     output,
     R,
     fan_in,
     fan_out,
     share,
     HAS_BIAS: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
     IS_PAIR: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -84,8 +96,11 @@ def multiply_rows(
     Program: (block of outputs, part, block of rows); with all rows in one block the weight is read once. With IS_PAIR a
     second weight of the same shape follows the first, [parts, R, 2 * fan_out].
 
-    The weight's rows take the long side of the tensor cores, so that few rows waste little.
+    The weight's rows take the long side of the tensor cores, so that few rows waste little. HAS_SKIP: `multiply_row`.
     """
+    if HAS_SKIP:  # noqa: SIM102 - decided when the kernel is compiled
+        if tl.load(skip) != 0:
+            return
     block, shift, width = tl.program_id(0), 0, fan_out
     if IS_PAIR:
         blocks = tl.num_programs(0) // 2
@@ -114,6 +129,45 @@ def multiply_rows(
         total += tl.load(bias + out, mask=out < fan_out, other=0.0).to(tl.float32)[:, None]
     place = output + (part * R + row[None, :]).to(tl.int64) * width + shift + out[:, None]
     tl.store(place, total.to(output.dtype.element_ty), mask=(out[:, None] < fan_out) & (row[None, :] < R))
+
+
+@_jit
+def stream_rows(
+    rows,
+    weight,
+    bias,
+    skip,
+    output,
+    R,
+    fan_out,
+    steps,
+    tiles,
+    HAS_BIAS: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """What `multiply_rows` gives for all rows in one block, from tensor descriptors of the rows and of the weight.
+
+    Program: (first of its tiles of outputs, part of `steps` blocks of inputs). Tiles come in turn, so that the copy
+    engine fetches the next one's weights while this one is written; beyond the edges it gives zeros.
+    """
+    if HAS_SKIP:  # noqa: SIM102 - decided when the kernel is compiled
+        if tl.load(skip) != 0:
+            return
+    part = tl.program_id(1)
+    row = tl.arange(0, BLOCK_R)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        total = tl.zeros([BLOCK_O, BLOCK_R], dtype=tl.float32)
+        for step in range(steps):
+            first = (part * steps + step) * BLOCK_I
+            total = tl.dot(weight.load([tile * BLOCK_O, first]), rows.load([0, first]).T, total)
+        out = tile * BLOCK_O + tl.arange(0, BLOCK_O)
+        if HAS_BIAS:
+            total += tl.load(bias + out, mask=out < fan_out, other=0.0).to(tl.float32)[:, None]
+        place = output + (part * R + row[None, :]).to(tl.int64) * fan_out + out[:, None]
+        tl.store(place, total.to(output.dtype.element_ty), mask=(out[:, None] < fan_out) & (row[None, :] < R))
 
 
 @_jit
@@ -179,20 +233,20 @@ def attend(
         is_place = is_column[:, None] & is_dim[None, :]
         k = tl.load(keys + place, mask=is_place, other=0.0)
         v = tl.load(values + place, mask=is_place, other=0.0)
+        seen = is_query[:, None] & is_column[None, :]
+        if BIAS > 0:
+            where = bias + request * bias_b + (head * bias_h + node * bias_n)[:, None] + column[None, :]
+            given = tl.load(where, mask=seen, other=0)
         logit = tl.dot(q, tl.trans(k)) * scale
         if softcap > 0:
             # tanh through exp of a number that is not positive
             ratio = tl.exp(-2.0 * tl.abs(logit) / softcap)
             size = softcap * (1.0 - ratio) / (1.0 + ratio)
             logit = tl.where(logit < 0, -size, size)
-        seen = is_query[:, None] & is_column[None, :]
-        if BIAS > 0:
-            where = bias + request * bias_b + (head * bias_h + node * bias_n)[:, None] + column[None, :]
-            given = tl.load(where, mask=seen, other=0)
-            if BIAS == 1:
-                seen = seen & (given != 0)
-            else:
-                logit += given
+        if BIAS == 1:
+            seen = seen & (given != 0)
+        elif BIAS == 2:
+            logit += given
         logit = tl.where(seen, logit, -1e30)
         new = tl.maximum(best, tl.max(logit, axis=1))
         shrink = tl.exp(best - new)
@@ -253,18 +307,20 @@ def store_rows(
     value_k,
     BLOCK: tl.constexpr,
 ):
-    """Keys and values [B, N, K, D] into rows past + n of a cache [B, 2, K, capacity, D]. Program: (request and n)."""
+    """Keys and values [B, N, K, D] into rows past + n of a cache [B, 2, K, capacity, D].
+
+    Program: (request and n, block of elements of the row).
+    """
     request, node = tl.program_id(0) // N, tl.program_id(0) % N
     row = tl.load(pasts + request) + node
-    for first in range(0, K * D, BLOCK):
-        element = first + tl.arange(0, BLOCK)
-        is_element = element < K * D
-        head, dim = element // D, element % D
-        target = request.to(tl.int64) * layer_b + head * layer_k + row * layer_row + dim
-        k = tl.load(keys + request * new_b + node * new_n + head * new_k + dim, mask=is_element)
-        tl.store(layer + target, k, mask=is_element)
-        v = tl.load(values + request * value_b + node * value_n + head * value_k + dim, mask=is_element)
-        tl.store(layer + target + layer_kind, v, mask=is_element)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_element = element < K * D
+    head, dim = element // D, element % D
+    target = request.to(tl.int64) * layer_b + head * layer_k + row * layer_row + dim
+    k = tl.load(keys + request * new_b + node * new_n + head * new_k + dim, mask=is_element)
+    tl.store(layer + target, k, mask=is_element)
+    v = tl.load(values + request * value_b + node * value_n + head * value_k + dim, mask=is_element)
+    tl.store(layer + target + layer_kind, v, mask=is_element)
 
 
 @_jit

@@ -12,9 +12,14 @@ from porting_kit.emulator import gpu_kernels
 from porting_kit.emulator.half_precision import HALF_TYPES
 
 PROGRAMS = 132
-"""Programs that fill the largest card of today; attention over long texts is cut into parts until there are as many."""
+"""Programs that fill the largest card of today; attention over long texts is cut into parts while they stay below."""
 
-KEY_BLOCK = 64
+KEY_BLOCK, WHOLE_KEY_BLOCK = 64, 128
+"""Cache rows that one program takes in at a time: of a part, and of all rows."""
+
+WIDE_HEAD = 128
+"""Head sizes above this leave no shared memory for more than one block of rows at a time."""
+
 SEARCH_BLOCK, MAX_COUNT = 4096, 32
 """Elements that one program searches, and how many of the largest it may be asked for."""
 
@@ -47,12 +52,18 @@ def attend_rows(
     """
     B, H, N, D = query.shape
     K, G = layer.shape[2], H // layer.shape[2]
-    block_query = 16 if G * N <= 16 else 32 if G * N <= 32 or B * K * G * N < 64 * PROGRAMS else 64
     block_dim = max(16, 1 << (D - 1).bit_length())
-    programs = B * K * -(-(G * N) // block_query)
-    parts = max(1, min(-(-PROGRAMS // programs), -(-end // KEY_BLOCK)))
+
+    def count_programs(block: int) -> int:
+        return B * K * -(-(G * N) // block)
+
+    # Small blocks of queries in one part beat large ones in several, whose joining is a launch more.
+    block_query = next((block for block in (16, 32) if count_programs(block) <= PROGRAMS), 64)
+    parts = max(1, min(PROGRAMS // count_programs(block_query), -(-end // KEY_BLOCK)))
     share = -(-end // (parts * KEY_BLOCK)) * KEY_BLOCK
     parts = -(-end // share)
+    is_deep = parts == 1 and block_dim <= WIDE_HEAD
+    key_block, warps, stages = (WHOLE_KEY_BLOCK, 8, 3) if is_deep else (KEY_BLOCK, 4, 2)
     joined = torch.empty(B, N, H, D, dtype=query.dtype, device=query.device)
     output, top = joined, joined
     weights = joined
@@ -65,8 +76,8 @@ def attend_rows(
     gpu_kernels.attend[(B * K, -(-(G * N) // block_query), parts)](
         query, layer[:, 0], layer[:, 1], bias, output, top, weights, scale, softcap, H, N, D, end, share,
         query.stride(0), query.stride(1), query.stride(2), layer.stride(0), layer.stride(2), layer.stride(3), *strides,
-        G=G, BIAS=kind, IS_WHOLE=parts == 1, BLOCK_Q=block_query, BLOCK_C=KEY_BLOCK, BLOCK_D=block_dim,
-        num_warps=4, num_stages=2,
+        G=G, BIAS=kind, IS_WHOLE=parts == 1, BLOCK_Q=block_query, BLOCK_C=key_block, BLOCK_D=block_dim,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if parts > 1:
         gpu_kernels.join_parts[(B * N * H,)](
@@ -84,10 +95,11 @@ def attend_rows(
 def store_rows(layer: torch.Tensor, pasts: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write keys and values [B, N, K, D], the last dimension contiguous, behind the pasts int64 [B, 1] of a cache."""
     B, N, K, D = keys.shape
-    gpu_kernels.store_rows[(B * N,)](
+    block = min(1024, 1 << (K * D - 1).bit_length())
+    gpu_kernels.store_rows[(B * N, -(-K * D // block))](
         layer, pasts, keys, values, N, K, D,
         layer.stride(0), layer.stride(1), layer.stride(2), layer.stride(3), *keys.stride()[:3], *values.stride()[:3],
-        BLOCK=min(1024, 1 << (K * D - 1).bit_length()),
+        BLOCK=block,
     )  # fmt: skip
 
 

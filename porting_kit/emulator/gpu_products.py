@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from porting_kit.emulator import gpu_kernels
+from porting_kit.emulator.gpu_operations import PROGRAMS
 
 MAX_ROWS = 128
 """Rows of a product that the kernels take; more are a matter of arithmetic, where the library is best."""
@@ -31,12 +32,14 @@ class ProductPlan(NamedTuple):
     """How a product of few rows is computed.
 
     Args:
-        kind: "library" is PyTorch's own, "row" the kernel for one row, "rows" the one for several.
+        kind: "library" is PyTorch's own, "row" the kernel for one row, "rows" the one for several, "stream" the one for
+            several whose programs stay and fetch through the copy engine of a card that has one.
         block_out, block_in: outputs and inputs of one tile.
         parts: parts of the sum over the inputs, added up by the caller.
         warps, stages: of the kernel.
         block_rows: rows of one tile at most; fewer than all read the weight several times, which is fast where a card's
             cache holds it.
+        resident: programs of "stream" that a processor holds at a time.
     """
 
     kind: str
@@ -46,6 +49,7 @@ class ProductPlan(NamedTuple):
     warps: int = 4
     stages: int = 3
     block_rows: int = MAX_ROWS
+    resident: int = 1
 
 
 LIBRARY = ProductPlan("library")
@@ -55,6 +59,13 @@ ROW_PLANS = tuple(ProductPlan("row", block_out, block_in, warps=warps) for block
 ROWS_PLANS = tuple(
     ProductPlan("rows", block_out, block_in, parts, warps, stages)
     for block_out, block_in, stages, warps in _ROWS_TILES
+    for parts in (1, 2, 4)
+)
+# Two stages more than fit 64 rows do not compile for 128; the timing passes over what cannot run.
+_STREAM_TILES = ((128, 128, 4, 1), (128, 128, 3, 1), (128, 64, 6, 1), (64, 128, 4, 2))
+STREAM_PLANS = tuple(
+    ProductPlan("stream", block_out, block_in, parts, 4, stages, resident=resident)
+    for block_out, block_in, stages, resident in _STREAM_TILES
     for parts in (1, 2, 4)
 )
 # Small weights: a step waits for single programs, so that many of them with little work each are best.
@@ -76,11 +87,15 @@ def multiply(
     bias: torch.Tensor | None,
     plan: ProductPlan,
     second: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """rows [R, fan_in] times weight [fan_in, fan_out], whose transpose is contiguous, plus bias [fan_out].
 
     Args:
-        second: a weight like the first, whose product follows the first one's in each row; only without a bias.
+        second: a weight like the first, whose product follows the first one's in each row; only without a bias, and
+            for the plans "row" and "rows".
+        skip: int32 [1] on the device; where it is not 0 nothing is computed, and the result holds anything. Not for
+            the plan "library".
 
     Returns:
         [R, fan_out] in the type of the rows, [R, 2 * fan_out] with a second weight; with several parts float32
@@ -91,32 +106,46 @@ def multiply(
     weights = (weight,) if second is None else (weight, second)
     rows = rows.contiguous()
     (R, fan_in), fan_out = rows.shape, weight.shape[1]
-    width = len(weights) * fan_out
-    grid = (len(weights) * -(-fan_out // plan.block_out), plan.parts)
-    options = {"num_warps": plan.warps, "num_stages": plan.stages, "IS_PAIR": second is not None}
-    held = bias if bias is not None else rows
-    if plan.kind == "row":
-        output = torch.empty(1, width, dtype=rows.dtype, device=rows.device)
-        kernel = gpu_kernels.multiply_row[grid[:1]]
-        kernel(
-            rows, weights[0], weights[-1], held, output, fan_in, fan_out,
-            HAS_BIAS=bias is not None, BLOCK_O=plan.block_out, BLOCK_I=plan.block_in, **options,
-        )  # fmt: skip
-        return output
     dtype = rows.dtype if plan.parts == 1 else torch.float32
-    output = torch.empty(plan.parts, R, width, dtype=dtype, device=rows.device)
-    share = -(-fan_in // (plan.parts * plan.block_in)) * plan.block_in
+    output = torch.empty(plan.parts, R, len(weights) * fan_out, dtype=dtype, device=rows.device)
+    held = tuple(rows if given is None else given for given in (bias, skip))
+    tiles = -(-fan_out // plan.block_out)
+    steps = -(-fan_in // (plan.parts * plan.block_in))
+    options = {
+        "HAS_BIAS": bias is not None and plan.parts == 1,
+        "HAS_SKIP": skip is not None,
+        "BLOCK_O": plan.block_out,
+        "BLOCK_I": plan.block_in,
+        "num_warps": plan.warps,
+        "num_stages": plan.stages,
+    }
     block_rows = min(plan.block_rows, max(16, 1 << (R - 1).bit_length()))
-    gpu_kernels.multiply_rows[(*grid, -(-R // block_rows))](
-        rows, weights[0], weights[-1], held, output, R, fan_in, fan_out, share,
-        HAS_BIAS=bias is not None and plan.parts == 1,
-        BLOCK_R=block_rows, BLOCK_O=plan.block_out, BLOCK_I=plan.block_in, **options,
-    )  # fmt: skip
+    if plan.kind == "row":
+        gpu_kernels.multiply_row[(len(weights) * tiles,)](
+            rows, weights[0], weights[-1], *held, output, fan_in, fan_out, IS_PAIR=second is not None, **options
+        )
+    elif plan.kind == "rows":
+        gpu_kernels.multiply_rows[(len(weights) * tiles, plan.parts, -(-R // block_rows))](
+            rows, weights[0], weights[-1], *held, output, R, fan_in, fan_out, steps * plan.block_in,
+            IS_PAIR=second is not None, BLOCK_R=block_rows, **options,
+        )  # fmt: skip
+    else:
+        described = gpu_kernels.TensorDescriptor.from_tensor(rows, [block_rows, plan.block_in])
+        streamed = gpu_kernels.TensorDescriptor.from_tensor(weight.T, [plan.block_out, plan.block_in])
+        programs = min(tiles, max(1, PROGRAMS * plan.resident // plan.parts))
+        gpu_kernels.stream_rows[(programs, plan.parts)](
+            described, streamed, *held, output, R, fan_out, steps, tiles, BLOCK_R=block_rows, **options
+        )
     return output[0] if plan.parts == 1 else output
 
 
 def find_plan(
-    rows: int, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, *, is_taken_in: bool = True
+    rows: int,
+    weights: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    *,
+    is_taken_in: bool = True,
+    has_library: bool = True,
 ) -> ProductPlan:
     """The fastest plan for products of so many rows with weights [fan_in, fan_out] of one shape; measured once a shape.
 
@@ -125,8 +154,10 @@ def find_plan(
         weights: of one shape; as many are timed in turn as exceed a card's cache.
         bias: of one of them, or None.
         is_taken_in: whether what reads the product adds its parts up as it reads; otherwise that is a launch more.
+        has_library: whether PyTorch's own product is a candidate.
     """
-    return _find_fastest(rows, [(weight,) for weight in weights], bias, is_taken_in=is_taken_in)[0]
+    of_one = [(weight,) for weight in weights]
+    return _find_fastest(rows, of_one, bias, is_taken_in=is_taken_in, has_library=has_library)[0]
 
 
 def find_pair_plan(rows: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> ProductPlan | None:
@@ -142,19 +173,25 @@ def find_pair_plan(rows: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _find_fastest(
-    rows: int, weights: Sequence[tuple[torch.Tensor, ...]], bias: torch.Tensor | None, *, is_taken_in: bool
+    rows: int,
+    weights: Sequence[tuple[torch.Tensor, ...]],
+    bias: torch.Tensor | None,
+    *,
+    is_taken_in: bool,
+    has_library: bool = True,
 ) -> tuple[ProductPlan, float]:
     """The fastest plan and its milliseconds for weights, or pairs of weights, of one shape."""
     first = weights[0][0]
     is_pair = len(weights[0]) == 2
-    key = (rows, tuple(first.shape), first.dtype, bias is None, is_pair, is_taken_in, first.device)
+    key = (rows, tuple(first.shape), first.dtype, bias is None, is_pair, is_taken_in, has_library, first.device)
     if key not in _plans:
         size = first.numel() * first.element_size()
         chosen = list(weights[: max(1, -(-TIMED_BYTES // (len(weights[0]) * size)))])
         given = torch.randn(rows, first.shape[0], dtype=first.dtype, device=first.device)
-        several = (*ROWS_PLANS, *SMALL_PLANS) if size <= SMALL_BYTES else ROWS_PLANS
+        streamed = () if is_pair or gpu_kernels.TensorDescriptor is None else STREAM_PLANS
+        several = (*ROWS_PLANS, *(SMALL_PLANS if size <= SMALL_BYTES else streamed))
         plans = ROW_PLANS if rows == 1 else several
-        times = {} if is_pair else {LIBRARY: time_plan(given, chosen, bias, LIBRARY)}
+        times = {} if is_pair or not has_library else {LIBRARY: time_plan(given, chosen, bias, LIBRARY)}
         for plan in plans:
             if plan.parts > 1 and plan.parts * plan.block_in > first.shape[0]:
                 continue

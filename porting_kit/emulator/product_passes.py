@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from porting_kit.emulator import gpu_operations, gpu_products
+from porting_kit.emulator.fused_chains import find_changed, find_owner, is_in_place
 from porting_kit.emulator.program_passes import VIEWS_OF_ROWS, is_same
 
 PACKED_ROWS = range(2, 33)
@@ -35,11 +36,10 @@ def share_products(module: torch.fx.GraphModule) -> None:
             if nodes is None:
                 by_weight.append((weight, nodes := []))
             nodes.append(node)
-    order = {node: place for place, node in enumerate(module.graph.nodes)}
     for _, nodes in by_weight:
+        order = {node: place for place, node in enumerate(module.graph.nodes)}
         last_input = max(nodes, key=lambda node: order[node.args[0]]).args[0]
-        first_user = min(order[user] for node in nodes for user in node.users)
-        if len(nodes) < 2 or order[last_input] > first_user:
+        if len(nodes) < 2 or not _put_off(module.graph, nodes, last_input):
             continue
         with module.graph.inserting_after(last_input):
             rows = module.graph.call_function(_aten.cat.default, ([node.args[0] for node in nodes],))
@@ -57,6 +57,42 @@ def share_products(module: torch.fx.GraphModule) -> None:
             node.replace_all_uses_with(part)
             previous, start = part, start + count
         product.meta["val"] = torch.empty(start, nodes[0].meta["val"].shape[1], device="meta")
+
+
+def _put_off(graph: torch.fx.Graph, products: list[torch.fx.Node], last: torch.fx.Node) -> bool:
+    """Move what reads the products behind a later node; False where that cannot be, and nothing has moved."""
+    changed = find_changed(graph)
+    waiting, moved = set(products), []
+    for node in graph.nodes:
+        if waiting & set(node.all_input_nodes):
+            if node is last or is_in_place(node) or changed & {find_owner(used) for used in node.all_input_nodes}:
+                return False
+            waiting.add(node)
+            moved.append(node)
+        if node is last:
+            break
+    for node in reversed(moved):
+        last.append(node)
+    return True
+
+
+def join_slices(module: torch.fx.GraphModule) -> None:
+    """A stack of neighbouring pieces of one product's rows, as many in each, is a view of them."""
+    for node in list(module.graph.nodes):
+        if node.target is not _aten.stack.default or len(node.args) > 1:
+            continue
+        pieces = node.args[0]
+        if any(piece.target is not _aten.slice.Tensor or piece.args[1] != 0 for piece in pieces):
+            continue
+        starts = [piece.args[2] for piece in pieces]
+        count = pieces[0].args[3] - starts[0]
+        spans = [(start, start + count) for start in range(starts[0], starts[0] + count * len(pieces), count)]
+        if len({piece.args[0] for piece in pieces}) > 1 or [piece.args[2:4] for piece in pieces] != spans:
+            continue
+        with module.graph.inserting_before(node):
+            rows = module.graph.call_function(_aten.slice.Tensor, (pieces[0].args[0], 0, starts[0], spans[-1][1]))
+        rows.meta["val"] = node.meta["val"].flatten(0, 1)
+        node.target, node.args = _aten.view.default, (rows, list(node.meta["val"].shape))
 
 
 def pack_weights(module: torch.fx.GraphModule) -> None:
@@ -111,8 +147,13 @@ def take_biases(module: torch.fx.GraphModule) -> None:
         module.graph.erase_node(product)
 
 
-def place_products(module: torch.fx.GraphModule) -> None:
-    """Give products of few half-precision rows on a GPU the way that is fastest for their shape."""
+def place_products(module: torch.fx.GraphModule, skip: torch.fx.Node | None = None) -> None:
+    """Give products of few half-precision rows on a GPU the way that is fastest for their shape.
+
+    Args:
+        module: the program.
+        skip: the input whose value, where it is not 0, says that no product is needed.
+    """
     found: dict[tuple, list[tuple[torch.fx.Node, torch.Tensor]]] = {}
     for node in module.graph.nodes:
         if node.target not in (_aten.mm.default, _aten.addmm.default) or "val" not in node.meta:
@@ -133,20 +174,20 @@ def place_products(module: torch.fx.GraphModule) -> None:
             pair_plan = gpu_products.find_pair_plan(count, [(first[1], second[1]) for first, second in pairs])
         if pair_plan is not None:
             for (first, _), (second, _) in pairs:
-                _replace_pair(module.graph, first, second, pair_plan)
+                _replace_pair(module.graph, first, second, pair_plan, skip)
             paired = {node for pair in pairs for node, _ in pair}
             products = [(node, weight) for node, weight in products if node not in paired]
         if not products:
             continue
         bias = products[0][1].new_zeros(shape[1]) if has_bias else None
         weights = [weight for _, weight in products]
-        plan = gpu_products.find_plan(count, weights, bias, is_taken_in=is_taken_in)
+        plan = gpu_products.find_plan(count, weights, bias, is_taken_in=is_taken_in, has_library=skip is None)
         if plan == gpu_products.LIBRARY:
             continue
         for node, _ in products:
             given, rows, held = node.args if has_bias else (None, *node.args)
             with module.graph.inserting_before(node):
-                product = module.graph.call_function(gpu_products.multiply, (rows, held, given, plan))
+                product = module.graph.call_function(gpu_products.multiply, (rows, held, given, plan, None, skip))
                 _replace_product(module.graph, node, product, plan.parts, given)
 
 
@@ -170,12 +211,14 @@ def _find_pairs(
     return pairs
 
 
-def _replace_pair(graph: torch.fx.Graph, first: torch.fx.Node, second: torch.fx.Node, plan: Any) -> None:
+def _replace_pair(
+    graph: torch.fx.Graph, first: torch.fx.Node, second: torch.fx.Node, plan: Any, skip: torch.fx.Node | None
+) -> None:
     """Two products of the same rows as one, of which each takes its half of every row."""
     count, width = first.meta["val"].shape
     with graph.inserting_before(first):
         second_weight = graph.get_attr(second.args[1].target)
-        product = graph.call_function(gpu_products.multiply, (*first.args, None, plan, second_weight))
+        product = graph.call_function(gpu_products.multiply, (*first.args, None, plan, second_weight, skip))
         shape, dtype = (count, 2 * width), first.meta["val"].dtype
         if plan.parts > 1:
             shape, dtype = (plan.parts, *shape), torch.float32

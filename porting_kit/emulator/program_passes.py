@@ -6,6 +6,7 @@ its results bit by bit. The passes over products are in `product_passes`.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -81,16 +82,27 @@ def is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def place_searches(module: torch.fx.GraphModule) -> None:
-    """Give searches for a few largest elements of long half-precision rows the kernel for it."""
+    """Give searches for the largest, or a few largest, elements of long half-precision rows the kernel for it."""
     for node in list(module.graph.nodes):
-        if node.target is not _aten.topk.default:
+        if node.target not in (_aten.topk.default, _aten.argmax.default):
             continue
-        rows, count, *rest = node.args
-        value = rows.meta["val"]
-        if rest not in ([], [-1]) or node.kwargs or value.dtype not in HALF_TYPES or value.device.type != "cuda":
+        rows, *rest = node.args
+        value, is_one = rows.meta["val"], node.target is _aten.argmax.default
+        count, *rest = (1, *rest) if is_one else rest
+        if rest not in ([], [-1]) or (is_one and not rest) or node.kwargs:
             continue
-        if gpu_operations.can_search(value.shape[-1], count):
+        if value.dtype not in HALF_TYPES or value.device.type != "cuda":
+            continue
+        if not gpu_operations.can_search(value.shape[-1], count):
+            continue
+        if not is_one:
             node.target, node.args = gpu_operations.find_largest, (rows, count)
+            continue
+        with module.graph.inserting_before(node):
+            found = module.graph.call_function(gpu_operations.find_largest, (rows, 1))
+            places = module.graph.call_function(operator.getitem, (found, 1))
+        places.meta["val"] = node.meta["val"].unsqueeze(-1)
+        node.target, node.args = _aten.squeeze.dim, (places, -1)
 
 
 def take_plain_results(module: torch.fx.GraphModule) -> None:

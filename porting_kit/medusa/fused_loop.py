@@ -19,6 +19,7 @@ from porting_kit.medusa.tree import MedusaTree
 MAX_END_IDS = 16
 NO_TOKEN = -2
 """Equals no token and no padding."""
+NOT_FORESEEN = -1
 
 
 class Decoder(Protocol):
@@ -26,11 +27,13 @@ class Decoder(Protocol):
 
     cache: Any
     memo: dict[str, Any]
+    foreseen: tuple[int, ...]
 
     def end_for(self, past_tokens: int) -> int: ...
+    def foresee(self, nodes: Sequence[int]) -> None: ...
     def check(self, ids: torch.Tensor) -> None: ...
-    def step(self, ids: torch.Tensor, pasts: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def heads(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def step(self, ids: torch.Tensor, pasts: torch.Tensor, end: int) -> tuple[Any, Any, torch.Tensor | None]: ...
+    def heads(self, hidden: torch.Tensor, is_known: torch.Tensor | None = None) -> torch.Tensor: ...
     def keep(self, rows: torch.Tensor, pasts: torch.Tensor) -> None: ...
     def capture(self, function: Callable[[], None]) -> Callable[[], None]: ...
     def write_down(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callable[..., Any]: ...
@@ -70,6 +73,9 @@ class FusedLoop:
         self.step_number = zeros(1)
         # [running requests, longest past]: all that the host reads in a step.
         self.progress = zeros(2)
+        # Place of each node among the foreseen ones, -1 for others.
+        places = {node: place for place, node in enumerate(decoder.foreseen)}
+        self.places = torch.tensor([places.get(node, NOT_FORESEEN) for node in range(N)], device=device)
         # Rows and tokens of the accepted nodes, their count, and how many of them are emitted.
         self.logged = zeros(steps, B, 2 * A + 2)
         self._judge: Callable[..., Any] | None = None
@@ -115,19 +121,21 @@ class FusedLoop:
 
     def _step(self, end: int) -> None:
         decoder = self._decoder
-        logits, hidden = decoder.step(self.nodes, self.pasts, end)
-        state = (self.nodes, self.pasts, self.emitted, self.running, self.wanted, self.end_ids)
+        logits, hidden, foreseen = decoder.step(self.nodes, self.pasts, end)
+        state = (self.nodes, self.pasts, self.emitted, self.running, self.wanted, self.end_ids, self.places)
         if self._judge is None:
             self._judge = decoder.write_down(self.judge, (logits, hidden, *state))
-        kept, last, entry, progress, *after = self._judge(logits, hidden, *state)
+        kept, last, place, entry, progress, *after = self._judge(logits, hidden, *state)
         self.logged.index_copy_(0, self.step_number, entry.unsqueeze(0))
         self.step_number += 1
         if self._tree.num_drafts:
             decoder.keep(kept, self.pasts)
-            guesses = decoder.heads(last)
+            is_known = (place.min() >= 0).to(torch.int32).view(1)
+            given = (decoder.heads(last, is_known), after[0])
+            given += () if foreseen is None else (foreseen, place)
             if self._draft is None:
-                self._draft = decoder.write_down(self.draft, (guesses, after[0]))
-            after[0] = self._draft(guesses, after[0])
+                self._draft = decoder.write_down(self.draft, given)
+            after[0] = self._draft(*given)
         for tensor, value in zip((self.nodes, self.pasts, self.emitted, self.running), after, strict=True):
             tensor.copy_(value)
         self.progress.copy_(progress)
@@ -142,12 +150,14 @@ class FusedLoop:
         running: torch.Tensor,
         wanted: torch.Tensor,
         end_ids: torch.Tensor,
+        places: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """What a step confirms and where it leaves the requests; changes nothing.
 
         Returns:
-            Rows to keep [B, A], hidden states at the last accepted nodes [B, E], the log's entry, the progress, and
-            then, as after the step: roots [B, 1], pasts, emitted, running.
+            Rows to keep [B, A], hidden states at the last accepted nodes [B, E], the places of these among the foreseen
+            nodes [B], the log's entry, the progress, and then, as after the step: roots [B, 1], pasts, emitted and
+            running.
         """
         accepted = accept_greedy(nodes, top_tokens(logits, self._vocab_size), self._tree)
         counts, ended = cut_at_end(accepted.tokens, accepted.lengths, end_ids, (wanted - emitted).clamp(min=1))
@@ -159,10 +169,23 @@ class FusedLoop:
         running = running & ~ended
         last = hidden[torch.arange(len(hidden), device=hidden.device), accepted.last_rows]
         progress = torch.stack([running.sum(), pasts.max()])
-        return kept, last, entry, progress, accepted.last_tokens.unsqueeze(1), pasts, emitted + counts, running
+        place = places[accepted.last_rows]
+        return kept, last, place, entry, progress, accepted.last_tokens.unsqueeze(1), pasts, emitted + counts, running
 
-    def draft(self, guesses: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
-        """The nodes of the next step [B, N] from the heads' logits [M, B, Vp] and the roots [B, 1]."""
+    def draft(
+        self,
+        guesses: torch.Tensor,
+        roots: torch.Tensor,
+        foreseen: torch.Tensor | None = None,
+        place: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The nodes of the next step [B, N] from the heads' logits [M, B, Vp] and the roots [B, 1].
+
+        Where every request ended at a foreseen node, place [B], the foreseen logits [M, B, F, Vp] count in their stead.
+        """
+        if foreseen is not None:
+            chosen = foreseen[:, torch.arange(len(roots), device=roots.device), place.clamp(min=0)]
+            guesses = torch.where(place.min() >= 0, chosen, guesses)
         return torch.cat((roots, draft_tokens(guesses, self._tree, self._vocab_size)), dim=1)
 
     def log(self, log: StepLog) -> None:
@@ -172,6 +195,11 @@ class FusedLoop:
             rows, tokens, lengths, counts = entry.split((width, width, 1, 1), dim=1)
             accepted = Acceptance(rows=rows, tokens=tokens, lengths=lengths[:, 0])
             log.add(requests, accepted, counts[:, 0], rows)
+
+
+def likely_last(tree: MedusaTree) -> list[int]:
+    """Nodes in the order of how likely a step's accepted path ends there: by their candidates' ranks along the path."""
+    return sorted(range(tree.num_nodes), key=lambda node: sum(rank + 1 for rank in tree.nodes[node]))
 
 
 @torch.inference_mode()
@@ -207,6 +235,8 @@ def decode_fused(
         return None
     context_seconds = time.perf_counter() - started
     drafts = draft_tokens(output.medusa_logits, tree, vocab_size) if tree.num_drafts else None
+    if tree.num_drafts:
+        decoder.foresee(likely_last(tree))
     decoder.check(first.unsqueeze(1) if drafts is None else torch.cat([first.unsqueeze(1), drafts], dim=1))
     loop = decoder.memo.get(tree.nodes)
     if loop is None:

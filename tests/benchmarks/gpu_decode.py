@@ -30,8 +30,10 @@ from porting_kit.alignment.reference import Reference, load_reference, reference
 from porting_kit.conversion.convert import checkpoint_tensors
 from porting_kit.conversion.heads import read_head_set
 from porting_kit.emulator import gpu_products, open_emulator
+from porting_kit.emulator.decoder import FORESEEN_NODES
 from porting_kit.medusa.decoding import generate_greedy, generate_medusa
-from porting_kit.medusa.head_ranks import measure_accuracy, measure_ranks, replay_tree
+from porting_kit.medusa.fused_loop import NOT_FORESEEN, likely_last
+from porting_kit.medusa.head_ranks import ReplayedSteps, measure_accuracy, measure_ranks, replay_tree
 from porting_kit.medusa.heads import load_heads
 from porting_kit.medusa.self_distillation import Frame, build_chat_frame, continue_greedily, cut_prompts
 from porting_kit.medusa.training_text import read_text, split_held_out
@@ -198,18 +200,35 @@ def captured_steps(model: Any) -> Iterator[tuple[int, Any, Callable[[], Any]]]:
 
 @torch.inference_mode()
 def time_steps(model: Any) -> dict[str, float]:
-    """GPU milliseconds of the captured whole steps alone, by nodes: launched back to back, timed by events."""
+    """GPU milliseconds of the captured whole steps alone, by nodes: launched back to back, timed by events.
+
+    Where steps foresee at which nodes heads are needed, a step that ends at one and a step that does not are two rows.
+    """
     times = {}
     for nodes, loop, replay in captured_steps(model):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(20):
-            loop.pasts.fill_(CONTEXT_TOKENS)
-            replay()
-        end.record()
-        torch.cuda.synchronize()
-        times[f"{nodes} nodes"] = start.elapsed_time(end) / 20
+        name, places = f"{nodes} nodes", loop.places.clone()
+        foreseen = {name: 0, f"{name}, not foreseen": NOT_FORESEEN}
+        for row, place in foreseen.items() if bool((places >= 0).any()) else [(name, None)]:
+            if place is not None:
+                loop.places.fill_(place)
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(20):
+                loop.pasts.fill_(CONTEXT_TOKENS)
+                replay()
+            end.record()
+            torch.cuda.synchronize()
+            times[row] = start.elapsed_time(end) / 20
+        loop.places.copy_(places)
     return times
+
+
+def share_foreseen(replayed: ReplayedSteps, tree: MedusaTree) -> float:
+    """The share of steps whose accepted path ends at one of the nodes that a step foresees."""
+    shares = replayed.node_shares | {(): 1.0}
+    likely = {tuple(tree.nodes[node]) for node in likely_last(tree)[:FORESEEN_NODES]}
+    children = (share for path, share in shares.items() if path and path[:-1] in likely)
+    return sum(shares[path] for path in likely) - sum(children)
 
 
 @torch.inference_mode()
@@ -350,7 +369,7 @@ def measure_heads(
     out = {}
     for name, tree in trees.items():
         predicted = replay_tree(calibration, tree.nodes[1:]).tokens_per_step
-        replayed = replay_tree(judged, tree.nodes[1:]).tokens_per_step
+        replayed = replay_tree(judged, tree.nodes[1:])
         tokens = steps = texts = 0
         for group in groups.values():
             for start in range(0, len(group), 64):
@@ -360,7 +379,8 @@ def measure_heads(
         out[name] = {
             "nodes": tree.num_nodes,
             "predicted": predicted,
-            "replayed_on_the_judged_rows": replayed,
+            "replayed_on_the_judged_rows": replayed.tokens_per_step,
+            "ends_foreseen": share_foreseen(replayed, tree),
             "measured": tokens / max(1, steps),
             "measured_over_predicted": tokens / max(1, steps) / predicted,
             "texts": texts,

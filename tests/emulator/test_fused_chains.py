@@ -75,13 +75,13 @@ def test_what_is_worth_a_run():
 
 
 def test_a_product_moves_up_but_not_past_a_change_of_what_it_reads(as_they_are: list[torch.nn.Module]):
-    weights = torch.randn(2, 4, 4)
+    weights = torch.randn(3, 4, 4)
 
     def run(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         gate = torch.sigmoid(rows @ weights[0]) * 2
         up = gate * (rows.exp() @ weights[1])
         state += 1
-        return up + state @ weights[0] + 1
+        return up + state @ weights[2] + 1
 
     program = write_program(run, (torch.zeros(2, 4), torch.zeros(2, 4)), compiles=True)
     ours, theirs, rows = torch.ones(2, 4), torch.ones(2, 4), torch.randn(2, 4)

@@ -11,6 +11,7 @@ import os
 import pytest
 import torch
 
+from porting_kit.emulator import decoder as decoder_module
 from porting_kit.emulator import fused_chains, gpu_kernels, gpu_operations, gpu_products
 from porting_kit.emulator.decoder import Decoder
 from porting_kit.emulator.gpu_operations import (
@@ -21,6 +22,8 @@ from porting_kit.emulator.gpu_operations import (
     store_rows,
 )
 from porting_kit.emulator.gpu_products import ProductPlan, multiply
+from porting_kit.medusa import fused_loop
+from porting_kit.medusa.decoding import generate_medusa
 from tests.medusa.test_fused_loop import TREE, build
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,6 +32,9 @@ pytestmark = pytest.mark.skipif(
     not gpu_kernels.HAS_TRITON or (DEVICE == "cpu" and not IS_INTERPRETED),
     reason="needs Triton, and a GPU or TRITON_INTERPRET=1",
 )
+
+
+ROW, ROWS = ProductPlan("row", 8, 64), ProductPlan("rows", 32, 64)
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -45,6 +51,8 @@ def draw(*shape: int) -> torch.Tensor:
         (64, 256, 96, ProductPlan("rows", 32, 64, 2)),
         (20, 130, 65, ProductPlan("rows", 64, 64, 2)),
         (40, 130, 65, ProductPlan("rows", 64, 64, 2, block_rows=16)),
+        (20, 136, 650, ProductPlan("stream", 64, 64)),
+        (64, 264, 70, ProductPlan("stream", 32, 64, 2)),
     ],
 )
 def test_a_product_of_few_rows(rows: int, fan_in: int, fan_out: int, plan: ProductPlan, has_bias: bool):
@@ -77,6 +85,26 @@ def test_two_products_of_the_same_rows_side_by_side(rows: int, plan: ProductPlan
 
 
 @pytest.mark.parametrize(
+    ("rows", "plan"),
+    [
+        (1, ProductPlan("row", 8, 64)),
+        (5, ProductPlan("rows", 32, 64)),
+        (64, ProductPlan("rows", 32, 64, 2)),
+        (20, ProductPlan("stream", 64, 64)),
+    ],
+)
+def test_a_product_that_is_not_needed_is_left_out(rows: int, plan: ProductPlan, monkeypatch: pytest.MonkeyPatch):
+    given, weight, expected = draw(rows, 136), draw(70, 136), None
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    for value in (0, 1, -1):
+        skip = torch.tensor([value], dtype=torch.int32, device=DEVICE)
+        product = multiply(given, weight.T, None, plan, None, skip)
+        product = product.sum(0) if plan.parts > 1 else product
+        expected = given.double() @ weight.double().T if value == 0 else torch.zeros_like(expected)
+        assert float((product.double() - expected).abs().max()) <= 2e-3 * 136**0.5
+
+
+@pytest.mark.parametrize(
     ("B", "H", "K", "N", "D", "end", "kind", "softcap"),
     [
         (2, 4, 2, 1, 64, 130, "seen", 0.0),
@@ -84,6 +112,7 @@ def test_two_products_of_the_same_rows_side_by_side(rows: int, plan: ProductPlan
         (1, 4, 4, 20, 64, 256, "bias", 0.0),
         (1, 4, 4, 3, 64, 70, "none", 5.0),
         (1, 2, 1, 70, 32, 90, "bias", 5.0),
+        (1, 32, 32, 64, 64, 200, "bias", 0.0),
     ],
 )
 def test_attention_of_few_queries(B: int, H: int, K: int, N: int, D: int, end: int, kind: str, softcap: float):
@@ -167,6 +196,29 @@ def test_a_whole_step_with_the_kernels_is_the_eager_step(family: str, monkeypatc
         rows = torch.tensor([[0, 2, 5], [0, 1, -1]], device=DEVICE)
         decoder.keep(rows, decoder.cache.lengths.to(DEVICE).unsqueeze(1))
         assert torch.equal(decoder.cache.joined[:, 0, :, :, 10:12], before[:, 0, :, :, [11, 14]])
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [5, 6, 7]])
+def test_heads_at_foreseen_nodes_give_the_same_texts(order: list[int], monkeypatch: pytest.MonkeyPatch):
+    """Random heads are not accepted: steps end at the root, which takes the logits from there or reads them again."""
+    monkeypatch.setattr(gpu_operations, "has_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(gpu_products, "find_plan", lambda rows, *given, **named: ROW if rows == 1 else ROWS)
+    monkeypatch.setattr(gpu_products, "find_pair_plan", lambda *given: None)
+    monkeypatch.setattr(decoder_module, "can_write_down", lambda model: True)
+    monkeypatch.setattr(decoder_module, "FORESEEN_BYTES", 0)
+    monkeypatch.setattr(fused_loop, "likely_last", lambda tree: order)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+        monkeypatch.setattr(fused_chains, "_compiled", {})
+    model = build("llama", DEVICE, "float16")
+    model.decoders.compiles, found = True, []
+    for nodes in (0, 3):
+        monkeypatch.setattr(decoder_module, "FORESEEN_NODES", nodes)
+        model.decoders._kept.clear()
+        found.append(generate_medusa(model, TREE, [torch.arange(9).to(DEVICE)], 4))
+        assert list(next(iter(model.decoders._kept.values())).foreseen) == order[:nodes]
+    assert found[0].tokens == found[1].tokens
+    assert found[0].accepted_lengths == found[1].accepted_lengths
 
 
 def test_a_step_that_stores_rows_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch):

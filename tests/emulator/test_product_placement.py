@@ -13,7 +13,7 @@ PLAN = ProductPlan("rows", 32, 64)
 SPLIT = ProductPlan("rows", 32, 64, parts=2)
 
 
-def multiply(rows, weight, bias, plan, second=None):
+def multiply(rows, weight, bias, plan, second=None, skip=None):
     """What the kernels return, by PyTorch."""
     product = rows @ (weight if second is None else torch.cat([weight, second], 1))
     product = product if bias is None or plan.parts > 1 else product + bias
@@ -28,7 +28,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """The plans that were asked for: (rows, how many weights, is_taken_in), pairs as (rows, how many)."""
     found: list[tuple] = []
 
-    def find_plan(rows, weights, bias, *, is_taken_in):
+    def find_plan(rows, weights, bias, *, is_taken_in, has_library):
         found.append((rows, len(weights), is_taken_in))
         return SPLIT if is_taken_in else PLAN
 
@@ -80,6 +80,77 @@ def test_they_stay_two_where_that_is_faster(asked: list[tuple], monkeypatch: pyt
     assert asked == [(5, 2, True), (5, 1, True)]
     assert count_products(module) == 3
     assert torch.allclose(module(rows), run_mlp(rows), atol=1e-4)
+
+
+def write_shared(function, rows: torch.Tensor) -> torch.fx.GraphModule:
+    module = make_fx(function)(rows)
+    program_passes.fold_constants(module)
+    program_passes.share_results(module)
+    product_passes.share_products(module)
+    product_passes.join_slices(module)
+    program_passes.remove_dead(module)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def count(module: torch.fx.GraphModule, name: str) -> int:
+    return sum(str(node.target) == name for node in module.graph.nodes)
+
+
+def test_a_matrix_is_read_once_where_its_first_product_is_used_before_the_second_can_run():
+    def run(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = (rows @ GATE.T).to(torch.float64)  # used at once, as a base's logits are
+        heads = [torch.tanh(rows[:2] + shift) @ GATE.T for shift in (1, 2)]
+        return logits, torch.stack(heads)
+
+    rows = torch.randn(5, 8)
+    module = write_shared(run, rows)
+    assert count(module, "aten.mm.default") == 1
+    assert count(module, "aten.stack.default") == 0
+    for ours, theirs in zip(module(rows), run(rows), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_a_product_that_needs_the_first_ones_result_stays_apart():
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        first = rows @ GATE.T
+        return torch.tanh(first[:, :8]) @ GATE.T + first
+
+    rows = torch.randn(5, 8)
+    module = write_shared(run, rows)
+    assert count(module, "aten.mm.default") == 2
+    assert torch.allclose(module(rows), run(rows), atol=1e-6)
+
+
+def test_what_is_changed_later_is_read_before_the_change():
+    """The first product's reader reads a state that changes before the second product can run: nothing may move."""
+    state = torch.ones(5, 24)
+
+    def run(rows: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = rows @ GATE.T + state
+        state += 1
+        return first, (rows + state[:, :8]) @ GATE.T
+
+    rows = torch.randn(5, 8)
+    module = make_fx(run)(rows, state.clone())
+    program_passes.fold_constants(module)
+    product_passes.share_products(module)
+    module.recompile()
+    for ours, theirs in zip(module(rows, state.clone()), run(rows, state.clone()), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("pieces", [((0, 2), (3, 5)), ((2, 4), (0, 2)), ((0, 2), (1, 3))])
+def test_pieces_that_are_no_neighbours_stay_a_stack(pieces: tuple[tuple[int, int], ...]):
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        product = rows @ GATE.T
+        return torch.stack([product[start:end] for start, end in pieces])
+
+    rows = torch.randn(5, 8)
+    module = write_shared(run, rows)
+    assert count(module, "aten.stack.default") == 1
+    assert torch.equal(module(rows), run(rows))
 
 
 def test_an_odd_product_of_the_same_rows_stays_alone(asked: list[tuple]):
