@@ -53,12 +53,24 @@ def build_heads_app(report: Report, parse_overrides: Callable[[Any], dict[str, A
     @app.command()
     def train(
         port_file: PortFile,
-        data: Annotated[Path, typer.Option("--data", help="The text to train on.")],
+        data: Annotated[Path | None, typer.Option("--data", help="A text to cut prompts from.")] = None,
+        self_chat: Annotated[
+            int | None, typer.Option("--self-chat", metavar="N", help="Prompts that a chat base makes itself.")
+        ] = None,
+        self_chat_tokens: Annotated[
+            int | None, typer.Option("--self-chat-tokens", help="Tokens of such a user's turn at most.")
+        ] = None,
+        self_chat_temperature: Annotated[
+            float | None, typer.Option("--self-chat-temperature", help="Of the sampling of such turns.")
+        ] = None,
+        self_chat_top_p: Annotated[
+            float | None, typer.Option("--self-chat-top-p", help="Share of the probability they are sampled from.")
+        ] = None,
         out: Annotated[Path | None, typer.Option("--out", help="Where the heads go.")] = None,
         variant: Annotated[str, typer.Option("--variant", help="v2: the base's output matrix; v1: one each.")] = "v2",
         num_heads: Annotated[int | None, typer.Option("--heads", help="How many heads.")] = None,
         num_layers: Annotated[int | None, typer.Option("--layers", help="Residual layers a head.")] = None,
-        prompts: Annotated[int | None, typer.Option("--prompts", help="Prompts to continue.")] = None,
+        prompts: Annotated[int | None, typer.Option("--prompts", help="Prompts to cut from the text.")] = None,
         prompt_tokens: Annotated[list[int] | None, typer.Option("--prompt-tokens", help="Lengths of prompts.")] = None,
         new_tokens: Annotated[int | None, typer.Option("--new-tokens", help="Tokens of a continuation.")] = None,
         steps: Annotated[int | None, typer.Option("--steps", help="Training steps.")] = None,
@@ -78,6 +90,10 @@ def build_heads_app(report: Report, parse_overrides: Callable[[Any], dict[str, A
             "num_heads": num_heads,
             "num_layers": num_layers,
             "prompts": prompts,
+            "self_chat": self_chat,
+            "self_chat_tokens": self_chat_tokens,
+            "self_chat_temperature": self_chat_temperature,
+            "self_chat_top_p": self_chat_top_p,
             "prompt_tokens": tuple(prompt_tokens) if prompt_tokens else None,
             "new_tokens": new_tokens,
             "steps": steps,

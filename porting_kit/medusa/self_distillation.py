@@ -1,14 +1,15 @@
 """Training data for Medusa heads: the base model's own greedy continuations and the hidden states behind them.
 
 Heads are accepted when they say what the base will say, so they learn from what the base says, not from human text.
-Prompts of one length are continued together, so that no row needs padding on the left; what follows an end token is
-masked out. This module calls the base through Hugging Face's `generate` and knows nothing of heads.
+Prompts of several lengths are continued together without padding: the pass starts at the end of the shortest one, and
+a longer one gives its own next tokens until it ends. What follows an end token is masked out. This module calls the
+base through Hugging Face's `generate` and knows nothing of heads.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,7 @@ class Frame:
     after: tuple[int, ...] = ()
 
 
-def build_chat_frame(tokenizer: Any, instruction: str) -> Frame:
+def build_chat_frame(tokenizer: Any, instruction: str = "") -> Frame:
     """The frame that makes `instruction` followed by a piece of text a chat prompt of this tokenizer.
 
     Raises:
@@ -73,10 +74,10 @@ def build_chat_frame(tokenizer: Any, instruction: str) -> Frame:
     """
     if not getattr(tokenizer, "chat_template", None):
         raise HeadsError(
-            "instructions need a chat template, and the tokenizer has none",
+            "chat prompts need a chat template, and the tokenizer has none",
             expected="a tokenizer with a chat template",
-            found=type(tokenizer).__name__,
-            next_step="leave the instructions out",
+            found="no tokenizer" if tokenizer is None else type(tokenizer).__name__,
+            next_step="train on a text alone, without instructions and without --self-chat",
         )
     message = [{"role": "user", "content": f"{instruction}\x00"}]
     text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
@@ -142,9 +143,9 @@ def continue_greedily(
 
     Args:
         model: a Hugging Face causal language model, on its device, in the type it will be served in.
-        prompts: token ids; grouped by length here, so the rows come back in another order.
+        prompts: token ids of any lengths; the rows come back in another order.
         new_tokens: C.
-        batch_rows: rows of one `generate` call.
+        batch_rows: rows of one `generate` call at most.
         report: called with a line of progress.
 
     Returns:
@@ -155,28 +156,26 @@ def continue_greedily(
         BaseModelError: a hidden state is not finite.
     """
     check_window(model, max(map(len, prompts)), new_tokens)
-    end_ids = _end_ids(model)
-    by_length: dict[int, list[Sequence[int]]] = {}
-    for prompt in prompts:
-        by_length.setdefault(len(prompt), []).append(prompt)
+    end_ids = find_end_ids(model)
     hidden, tokens, done = [], [], 0
-    for length, group in sorted(by_length.items()):
-        for start in range(0, len(group), batch_rows):
-            batch = torch.tensor(group[start : start + batch_rows], device=model.device)
-            sequences = _generate(model, batch, new_tokens, end_ids)
-            # one pass over the whole rows is cheaper than keeping every step's states in the loop above
-            states = _last_hidden(model, sequences[:, :-1])[:, length - 1 : -1]
-            if not states.isfinite().all():
-                raise BaseModelError(
-                    "the base model's hidden states are not finite",
-                    expected="finite numbers",
-                    found=f"NaN or infinity in {str(states.dtype).removeprefix('torch.')}",
-                    next_step="check the base's weights, or run it in bfloat16 or float32",
-                )
-            hidden.append(states)
-            tokens.append(_mask_after_end(sequences[:, length:], end_ids))
-            done += batch.shape[0]
-            report(f"continued {done}/{len(prompts)} prompts")
+    for batch in _batch_by_length(prompts, new_tokens, batch_rows):
+        starts = torch.tensor([[len(prompt)] for prompt in batch], device=model.device)  # [rows, 1]
+        sequences = _generate(model, batch, new_tokens, end_ids)
+        steps = torch.arange(new_tokens, device=model.device)
+        # one pass over the whole rows is cheaper than keeping every step's states in the loop above
+        states = _last_hidden(model, sequences[:, :-1])
+        states = states[torch.arange(len(batch), device=model.device)[:, None], starts - 1 + steps[:-1]]
+        if not states.isfinite().all():
+            raise BaseModelError(
+                "the base model's hidden states are not finite",
+                expected="finite numbers",
+                found=f"NaN or infinity in {str(states.dtype).removeprefix('torch.')}",
+                next_step="check the base's weights, or run it in bfloat16 or float32",
+            )
+        hidden.append(states)
+        tokens.append(_mask_after_end(sequences.gather(1, starts + steps), end_ids))
+        done += len(batch)
+        report(f"continued {done}/{len(prompts)} prompts")
     mix = torch.randperm(done, generator=torch.Generator().manual_seed(done)).to(model.device)
     return Continuations(torch.cat(hidden)[mix], torch.cat(tokens)[mix])
 
@@ -198,25 +197,70 @@ def check_window(model: Any, prompt_tokens: int, new_tokens: int) -> None:
         )
 
 
-def _generate(model: Any, batch: torch.Tensor, new_tokens: int, end_ids: list[int]) -> torch.Tensor:
-    """Greedy tokens with every generation setting stated: [rows, S] -> [rows, S + C].
+def _batch_by_length(
+    prompts: Sequence[Sequence[int]], new_tokens: int, batch_rows: int
+) -> Iterator[list[Sequence[int]]]:
+    """The prompts, short ones first, in batches that cost the fewest steps.
 
-    The base's own generation config could hold penalties or sampling; the served engine has neither.
+    A batch takes new_tokens steps and one more for each token its longest prompt has over its shortest, so lengths that
+    lie further apart than new_tokens are cheaper in two batches.
     """
-    from transformers import GenerationConfig
+    batch: list[Sequence[int]] = []
+    for prompt in sorted(prompts, key=len):
+        if batch and (len(batch) == batch_rows or len(prompt) - len(batch[0]) > new_tokens):
+            yield batch
+            batch = []
+        batch.append(prompt)
+    yield batch
+
+
+def _generate(model: Any, batch: Sequence[Sequence[int]], new_tokens: int, end_ids: list[int]) -> torch.Tensor:
+    """Greedy tokens with every generation setting stated: prompts, shortest first -> [rows, S + C], S of the longest.
+
+    Each row holds its prompt, its C tokens, and behind them what it would have said next. The base's own generation
+    config could hold penalties or sampling; the served engine has neither.
+    """
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+    shortest, longest = len(batch[0]), len(batch[-1])
+    prompts = torch.tensor([[*prompt, *[IGNORED] * (longest - len(prompt))] for prompt in batch], device=model.device)
+    starts = torch.tensor([len(prompt) for prompt in batch], device=model.device)
+    ends = torch.tensor(end_ids, device=model.device, dtype=torch.long)
+    ended = torch.zeros_like(starts, dtype=torch.bool)
+
+    def keep_to_prompt(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """A row whose prompt is not over says the prompt's next token."""
+        position = input_ids.shape[1]
+        if position >= longest:
+            return scores
+        known = prompts[:, position, None]
+        forced = torch.full_like(scores, -torch.inf).scatter(1, known.clamp(min=0), 0.0)
+        return torch.where(known == IGNORED, scores, forced)
+
+    def has_ended(input_ids: torch.Tensor, scores: torch.Tensor, **options: object) -> torch.Tensor:
+        """Rows whose continuation is over, for `generate` to stop when all are."""
+        ended.logical_or_((input_ids.shape[1] > starts) & torch.isin(input_ids[:, -1], ends))
+        return ended
 
     settings = GenerationConfig(
         do_sample=False,
         num_beams=1,
-        max_new_tokens=new_tokens,
-        eos_token_id=end_ids or None,
-        pad_token_id=end_ids[0] if end_ids else 0,
+        max_new_tokens=longest - shortest + new_tokens,
+        # No token of the vocabulary: a prompt may hold end tokens, so `has_ended` is who looks for them.
+        eos_token_id=model.get_output_embeddings().weight.shape[0],
+        pad_token_id=0,
         repetition_penalty=1.0,
         use_cache=True,
     )
-    sequences = model.generate(batch, attention_mask=torch.ones_like(batch), generation_config=settings)
-    missing = batch.shape[1] + new_tokens - sequences.shape[1]  # every row may have ended early
-    return torch.nn.functional.pad(sequences, (0, missing), value=end_ids[0] if end_ids else 0)
+    first = prompts[:, :shortest]
+    sequences = model.generate(
+        first,
+        attention_mask=torch.ones_like(first),
+        generation_config=settings,
+        logits_processor=LogitsProcessorList([keep_to_prompt]),
+        stopping_criteria=StoppingCriteriaList([has_ended]),
+    )
+    return torch.nn.functional.pad(sequences, (0, longest + new_tokens - sequences.shape[1]))
 
 
 def _last_hidden(model: Any, sequences: torch.Tensor, chunk_tokens: int = 65536) -> torch.Tensor:
@@ -233,7 +277,8 @@ def _mask_after_end(tokens: torch.Tensor, end_ids: list[int]) -> torch.Tensor:
     return tokens.masked_fill(after, IGNORED)
 
 
-def _end_ids(model: Any) -> list[int]:
+def find_end_ids(model: Any) -> list[int]:
+    """Every token that ends a text, by the model's generation config, else by its config."""
     found = model.generation_config.eos_token_id
     if found is None:
         found = model.config.eos_token_id

@@ -1,6 +1,6 @@
 """Train Medusa heads on a frozen base model by self-distillation, measure them, and save them.
 
-    texts -> prompts -> the base's greedy continuations -> heads -> ranks on held-out rows
+    texts, or the base itself -> prompts -> the base's greedy continuations -> heads -> ranks on held-out rows
 
 The base is never changed. Each head's parameters have a loss of their own, and Adam does not feel a loss's scale, so
 there are no weights per head to tune; the learning rate is what matters, and several can be compared.
@@ -13,7 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from porting_kit.errors import HeadsError, TreeError
 from porting_kit.medusa.head_ranks import HeadAccuracy, measure_accuracy, measure_ranks, replay_steps
 from porting_kit.medusa.heads import MedusaHeads, save_heads
+from porting_kit.medusa.self_chat import SelfChat, sample_questions
 from porting_kit.medusa.self_distillation import (
     Continuations,
     Frame,
@@ -53,6 +54,7 @@ class TrainedHeads:
         tokens_per_step: with that tree, on the held-out continuations, the token the base itself gives included.
         positions: training positions there were.
         seconds: wall time of each stage.
+        self_chat: how the prompts were made that the base made itself, over all processes; None without any.
     """
 
     heads: MedusaHeads
@@ -64,6 +66,7 @@ class TrainedHeads:
     tokens_per_step: float
     positions: int
     seconds: dict[str, float] = field(default_factory=dict)
+    self_chat: dict[str, float] | None = None
 
     def as_dict(self) -> dict[str, object]:
         """The figures for a card, without the weights and the tree."""
@@ -76,6 +79,7 @@ class TrainedHeads:
             "tree_nodes": len(self.paths) + 1,
             "positions": self.positions,
             "seconds": {stage: round(seconds, 1) for stage, seconds in self.seconds.items()},
+            **({} if self.self_chat is None else {"self_chat": self.self_chat}),
         }
 
 
@@ -90,12 +94,12 @@ def train_heads(
     rank: int = 0,
     world_size: int = 1,
 ) -> TrainedHeads:
-    """Train heads for `model` on its own greedy continuations of prompts cut from `texts`.
+    """Train heads for `model` on its own greedy continuations of prompts cut from `texts`, sampled by itself, or both.
 
     Args:
         model: a Hugging Face causal language model, on its device, in the type it will be served in.
         tokenizer: its tokenizer.
-        texts: documents of the kind that will be served.
+        texts: documents of the kind that will be served; not read with `settings.prompts` 0.
         settings: see TrainingSettings.
         checkpoint: a file to continue from when it is there, and to save progress to.
         report: called with a line of progress.
@@ -105,22 +109,16 @@ def train_heads(
         the heads and their figures, on this process's held-out rows.
 
     Raises:
-        HeadsError: no prompt in the texts, a loss that is not finite, a checkpoint of other settings.
+        HeadsError: no prompt in the texts, no chat template or hardly a question from the base where it is to ask
+            itself, a loss that is not finite, a checkpoint of other settings.
         BaseModelError: the base's hidden states are not finite.
     """
     started = time.monotonic()
     model.eval().requires_grad_(False)
-    prompts = cut_prompts(
-        tokenizer,
-        texts,
-        lengths_tokens=settings.prompt_tokens,
-        limit=settings.prompts,
-        seed=settings.seed,
-        frames=(Frame(), *(build_chat_frame(tokenizer, instruction) for instruction in settings.instructions)),
-    )
-    own = prompts[rank::world_size]
+    prompts, chat = make_prompts(model, tokenizer, texts, settings, report=report, rank=rank, world_size=world_size)
+    prepared = time.monotonic()
     continuations = continue_greedily(
-        model, own, new_tokens=settings.new_tokens, batch_rows=settings.generation_rows, report=report
+        model, prompts, new_tokens=settings.new_tokens, batch_rows=settings.generation_rows, report=report
     )
     continued = time.monotonic()
     trained = train_on_continuations(
@@ -132,8 +130,63 @@ def train_heads(
         rank=rank,
         world_size=world_size,
     )
-    trained.seconds.update(continuing=continued - started, training=time.monotonic() - continued)
-    return trained
+    trained.seconds.update(
+        prompts=prepared - started, continuing=continued - prepared, training=time.monotonic() - continued
+    )
+    return trained if chat is None else replace(trained, self_chat=_describe_chat(chat, settings, world_size))
+
+
+def make_prompts(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    settings: TrainingSettings,
+    *,
+    report: Report = print,
+    rank: int = 0,
+    world_size: int = 1,
+) -> tuple[list[Sequence[int]], SelfChat | None]:
+    """This process's prompts: its share of those of the texts, then its share of those that the base makes itself.
+
+    Each process samples from a seed of its own. Arguments and errors as of `train_heads`.
+    """
+    prompts: list[Sequence[int]] = []
+    if settings.prompts:
+        instructed = (build_chat_frame(tokenizer, instruction) for instruction in settings.instructions)
+        prompts += cut_prompts(
+            tokenizer,
+            texts,
+            lengths_tokens=settings.prompt_tokens,
+            limit=settings.prompts,
+            seed=settings.seed,
+            frames=(Frame(), *instructed),
+        )[rank::world_size]
+    if not settings.self_chat:
+        return prompts, None
+    chat = sample_questions(
+        model,
+        tokenizer,
+        len(range(rank, settings.self_chat, world_size)),
+        seed=settings.seed * world_size + rank,
+        max_tokens=settings.self_chat_tokens,
+        temperature=settings.self_chat_temperature,
+        top_p=settings.self_chat_top_p,
+        batch_rows=settings.generation_rows,
+        report=report,
+    )
+    return [*prompts, *chat.prompts], chat
+
+
+def _describe_chat(chat: SelfChat, settings: TrainingSettings, world_size: int) -> dict[str, float]:
+    """For the card: what was asked for, what was sampled, what was kept."""
+    sampled, kept = (round(world_size * mean_of_processes(n, world_size)) for n in (chat.sampled, len(chat.prompts)))
+    return {
+        "asked": settings.self_chat,
+        "sampled": sampled,
+        "kept": kept,
+        "temperature": settings.self_chat_temperature,
+        "top_p": settings.self_chat_top_p,
+    }
 
 
 def train_on_continuations(
@@ -162,7 +215,7 @@ def train_on_continuations(
             "too few continuations to train on and to measure with",
             expected="at least 4 prompts",
             found=f"{continuations.rows} prompts",
-            next_step="give more or longer texts",
+            next_step="give more or longer texts, or ask for more prompts",
         )
     held_out, training = continuations.take(slice(held_out_rows)), continuations.take(slice(held_out_rows, None))
     rates, trials = settings.learning_rates, {}
@@ -211,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from porting_kit.medusa.training_text import collect_text, read_text, split_held_out
 
-    options = _parse(arguments)
+    options, settings = _parse(arguments)
     file = {"gguf_file": options.base.name} if options.base.suffix == ".gguf" else {}
     folder = options.base.parent if file else options.base
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -219,11 +272,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, **file).to(device, dtype)
     # a tokenizer beside a GGUF file spares the slow rebuilding of one from the file's merges
     tokenizer = AutoTokenizer.from_pretrained(folder, **({} if (folder / "tokenizer.json").exists() else file))
-    texts, _ = split_held_out(read_text(options.texts) if options.texts else collect_text()[0])
-    defaults = TrainingSettings()
-    chosen = {name: getattr(options, name) for name in asdict(defaults)}
-    settings = TrainingSettings(**{name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()})
-
+    texts: list[str] = []
+    if settings.prompts:
+        texts, _ = split_held_out(read_text(options.texts) if options.texts else collect_text()[0])
     trained = train_heads(model, tokenizer, texts, settings, checkpoint=options.checkpoint)
     write_trained_heads(trained, settings, options.out, base_name=options.base_name or options.base.stem)
 
@@ -243,7 +294,7 @@ def write_trained_heads(
     (folder / "tree.json").write_text(json.dumps([list(path) for path in trained.paths]) + "\n", encoding="utf-8")
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, TrainingSettings]:
     epilog = "The options that show only a default are the fields of TrainingSettings; its docstring explains them."
     parser = argparse.ArgumentParser(
         prog="python -m porting_kit.medusa.training", description=main.__doc__, epilog=epilog
@@ -260,7 +311,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         several = {"nargs": "*"} if isinstance(default, tuple) else {}
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=kind, default=default, help="default: %(default)s", **several)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    chosen = {name: getattr(options, name) for name in asdict(TrainingSettings())}
+    try:
+        return options, TrainingSettings(**{n: tuple(v) if isinstance(v, list) else v for n, v in chosen.items()})
+    except HeadsError as error:
+        parser.error(error.message)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,11 @@ class TrainingSettings:
         num_layers: R.
         prompt_tokens: lengths of the prompts cut from the texts.
         instructions: for chat models: each makes one more kind of prompt beside the bare text, a chat turn.
-        prompts: how many prompts to continue.
+        prompts: how many prompts to cut from the texts; 0 reads no text.
+        self_chat: how many prompts the base makes itself, see `self_chat.sample_questions`; they come beside those of
+            the texts.
+        self_chat_tokens: tokens of such a user's turn at most; a turn that has not ended then is dropped.
+        self_chat_temperature, self_chat_top_p: of the sampling of such turns.
         new_tokens: tokens of each continuation.
         generation_rows: prompts continued in one call.
         batch_positions: positions of one training step.
@@ -53,6 +57,10 @@ class TrainingSettings:
     prompt_tokens: tuple[int, ...] = (16, 32, 64)
     instructions: tuple[str, ...] = ()
     prompts: int = 20_000
+    self_chat: int = 0
+    self_chat_tokens: int = 128
+    self_chat_temperature: float = 0.9
+    self_chat_top_p: float = 0.95
     new_tokens: int = 96
     generation_rows: int = 512
     batch_positions: int = 4096
@@ -63,6 +71,15 @@ class TrainingSettings:
     held_out_rows: int = 256
     tree_nodes: int = 32
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.prompts and not self.self_chat:
+            raise HeadsError(
+                "there is nothing to train on",
+                expected="prompts of a text, prompts that a chat model makes itself, or both",
+                found="neither",
+                next_step="give a text (--data TEXT), or let the base ask itself (--self-chat N)",
+            )
 
 
 @torch.no_grad()
@@ -108,6 +125,13 @@ class TrainingRun:
         self.targets = training.targets(settings.num_heads).flatten(0, 1)
         # the first head's target is the last one to run out, so a position without it teaches nothing
         self.positions = (self.targets[:, 0] != IGNORED).nonzero().flatten()
+        if not len(self.positions):
+            raise HeadsError(
+                "the base's continuations leave nothing to learn from",
+                expected="continuations of two tokens or more",
+                found=f"{training.rows} that end at once",
+                next_step="ask for more prompts, or for others",
+            )
         device = self.hidden.device
         vocab_size, hidden_size = output_matrix.weight.shape
         self.heads = MedusaHeads(

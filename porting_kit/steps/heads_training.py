@@ -1,4 +1,4 @@
-"""The training of heads for a port: text in, heads in the original layout with a card and a tree out.
+"""The training of heads for a port: a text or the base's own questions in, heads with a card and a tree out.
 
 Started with torchrun, each process takes its share of the prompts and of every training step; the first one writes.
 """
@@ -19,6 +19,7 @@ import torch
 from porting_kit.alignment.reference import load_reference
 from porting_kit.errors import HeadsError, RunFolderError
 from porting_kit.medusa.heads import HEADS_FILE, HeadVariant
+from porting_kit.medusa.self_distillation import build_chat_frame
 from porting_kit.medusa.training import TrainedHeads, train_heads, write_trained_heads
 from porting_kit.medusa.training_run import TrainingSettings
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
@@ -26,6 +27,7 @@ from porting_kit.provenance import fingerprint_path, hash_value
 from porting_kit.run_folder import replace_folder, require_writable
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.heads import FOLDER, Say, read_data_for
+from porting_kit.steps.prompts import load_tokenizer
 
 TRAINED_FOLDER = "trained"
 
@@ -48,42 +50,52 @@ class HeadsTrainResult:
 
 def train_port_heads(
     run: PortRun,
-    data: Path,
+    data: Path | None,
     *,
     out: Path | None = None,
     settings: dict[str, Any] | None = None,
     restart: bool = False,
     say: Say = print,
 ) -> HeadsTrainResult:
-    """Train heads on the base's own continuations of prompts cut from a text.
+    """Train heads on the base's own continuations of prompts cut from a text, sampled by itself, or both.
 
     An interrupted run goes on where it was: progress is kept in the run folder under a name made from the base, the
     text and the settings. The folder of the heads appears when they are complete, or not at all.
 
     Args:
         run: the port; its heads are not read.
-        data: the text.
+        data: the text; None cuts no prompts, so that `self_chat` of the settings says how many the base makes itself.
         out: where the heads go; `heads/trained` in the run folder when None.
         settings: fields of TrainingSettings by name; the rest have defaults, smaller ones without a GPU.
         restart: forget an earlier run's progress.
         say: called with lines of progress.
 
     Raises:
-        HeadsError: the text is missing or shorter than one window, unusable settings, a loss that is not finite.
+        HeadsError: neither a text nor prompts of the base's own, a text that is missing or shorter than one window,
+            no chat template for the base to ask itself, unusable settings, a loss that is not finite.
         BaseModelError: the base cannot be loaded or computes what is not finite.
         RunFolderError: the output folder holds something else, or cannot be written.
     """
     watch = Stopwatch()
     has_gpu = torch.cuda.is_available()
-    chosen = make_settings({**({} if has_gpu else CPU_SETTINGS), **(settings or {})})
-    texts = read_data_for(run.port, data)
+    given = {name: value for name, value in (settings or {}).items() if value is not None}
+    chosen = make_settings({**({} if has_gpu else CPU_SETTINGS), **({} if data else {"prompts": 0}), **given})
+    if (data is None) != (chosen.prompts == 0):
+        raise HeadsError(
+            "a text and the number of its prompts belong together",
+            expected="--data TEXT and --prompts above 0, or neither",
+            found=f"{'no text' if data is None else data} and {chosen.prompts} prompts",
+        )
+    texts = [] if data is None else read_data_for(run.port, data)
+    if chosen.self_chat:
+        build_chat_frame(load_tokenizer(run.port))  # refuses a base without a template before its weights are read
     folder = run.folder.root / FOLDER / TRAINED_FOLDER if out is None else out
     _check_output(folder)
     require_writable(folder.parent)
     require_writable(run.folder.root / FOLDER)
     identity = {
         "base": fingerprint_path(run.port.base_path),
-        "text": hashlib.sha256(data.read_bytes()).hexdigest(),
+        "text": None if data is None else hashlib.sha256(data.read_bytes()).hexdigest(),
         "settings": asdict(chosen),
     }
     progress = run.folder.root / FOLDER / f"training-{hash_value(identity)[:16]}.pt"
@@ -103,7 +115,8 @@ def train_port_heads(
             world_size=world,
         )
         if rank == 0:
-            card = {"base_files": identity["base"], "data": {"file": data.name, "sha256": identity["text"]}}
+            card: dict[str, Any] = {"base_files": identity["base"]}
+            card |= {} if data is None else {"data": {"file": data.name, "sha256": identity["text"]}}
             card |= {"processes": world, "device": torch.cuda.get_device_name() if has_gpu else "cpu"}
             with replace_folder(folder) as partial:
                 write_trained_heads(trained, chosen, partial, base_name=run.port.base_path.stem, card=card)
@@ -129,8 +142,13 @@ def make_settings(values: dict[str, Any]) -> TrainingSettings:
         HeadsError: a number that no training can have.
     """
     settings = replace(TrainingSettings(), **{name: value for name, value in values.items() if value is not None})
-    counts = ("num_heads", "num_layers", "prompts", "new_tokens", "generation_rows", "batch_positions", "steps")
-    wrong = [f"{name}: {getattr(settings, name)}" for name in counts if getattr(settings, name) < 1]
+    least = dict.fromkeys(("num_heads", "num_layers", "new_tokens", "generation_rows", "batch_positions", "steps"), 1)
+    least |= {"prompts": 0, "self_chat": 0, "self_chat_tokens": 1}
+    wrong = [f"{name}: {getattr(settings, name)}" for name, count in least.items() if getattr(settings, name) < count]
+    if not (math.isfinite(settings.self_chat_temperature) and settings.self_chat_temperature > 0):
+        wrong.append(f"self_chat_temperature: {settings.self_chat_temperature}")
+    if not 0 < settings.self_chat_top_p <= 1:
+        wrong.append(f"self_chat_top_p: {settings.self_chat_top_p}, not above 0 and at most 1")
     if settings.new_tokens <= settings.num_heads:
         wrong.append(f"new_tokens: {settings.new_tokens}, not more than the {settings.num_heads} heads")
     if not settings.prompt_tokens or min(settings.prompt_tokens) < 1:

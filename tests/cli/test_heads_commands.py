@@ -81,6 +81,39 @@ def test_training_writes_heads_a_card_and_a_tree(port: Path, variant: str):
     assert not list((port / "run" / "heads").glob("training-*.pt"))
 
 
+@pytest.fixture(scope="module")
+def chat_base(tmp_path_factory) -> Path:
+    """The demo's base as a chat model, whose user ends with the first word of the answer's beginning."""
+    folder = tmp_path_factory.mktemp("chat") / "base"
+    shutil.copytree(DEMO / "base", folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% for message in messages %}Returns{{ message.content }} of{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_a_base_that_asks_itself_needs_no_text(port: Path, chat_base: Path, tmp_path: Path):
+    short = ["--new-tokens", "12", "--steps", "2", "--batch-positions", "64", "-p", f"base={chat_base}"]
+    found = run(port, "train", "--self-chat", "6", "--out", str(tmp_path / "heads"), *short)
+    card = json.loads((tmp_path / "heads" / "card.json").read_text())
+    assert "data" not in card
+    assert (card["settings"]["prompts"], card["settings"]["self_chat"]) == (0, 6)
+    assert (card["self_chat"]["asked"], card["self_chat"]["kept"]) == (6, 6)
+    assert card["self_chat"]["sampled"] == found["self_chat"]["sampled"] >= 6
+    with_text = ("--data", str(port / "text.txt"), "--prompts", "12", "--prompt-tokens", "8")
+    run(port, "train", "--self-chat", "6", *with_text, "--out", str(tmp_path / "both"), *short)
+    card = json.loads((tmp_path / "both" / "card.json").read_text())
+    assert len(card["data"]["sha256"]) == 64
+    assert (card["settings"]["prompts"], card["self_chat"]["kept"]) == (12, 6)
+
+
+def test_without_a_gpu_the_settings_are_small_ones(port: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run(port, "train", "--data", str(port / "text.txt"), "--out", str(tmp_path / "heads"), "--steps", "2")
+    settings = json.loads((tmp_path / "heads" / "card.json").read_text())["settings"]
+    assert (settings["prompts"], settings["new_tokens"], settings["steps"]) == (64, 32, 2)
+
+
 @pytest.mark.slow
 def test_an_interrupted_training_goes_on(port: Path, tmp_path: Path):
     """The process is interrupted in the middle; the same command ends it, and the heads are those of a whole run."""
@@ -114,15 +147,17 @@ def test_an_interrupted_training_goes_on(port: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_same_heads(port: Path, tmp_path: Path):
+def test_two_processes_train_the_same_heads(port: Path, chat_base: Path, tmp_path: Path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "porting_kit", "heads"]
     command += ["train", str(port / "port.yaml"), "--data", str(port / "text.txt"), *SETTINGS]
+    command += ["--self-chat", "9", "-p", f"base={chat_base}"]
     command += ["--out", str(tmp_path / "heads"), "--run-folder", str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     card = json.loads((tmp_path / "heads" / "card.json").read_text())
     assert card["processes"] == 2
+    assert (card["self_chat"]["asked"], card["self_chat"]["kept"]) == (9, 9)
     assert read_head_set(tmp_path / "heads").num_heads == 4
 
 
@@ -203,6 +238,13 @@ def test_a_file_in_place_of_the_heads_folder_is_refused_at_once(port: Path, tmp_
         (("train", "--data", "missing.txt"), "the text cannot be read"),
         (("train", "--data", "{short}"), "shorter than one window"),
         (("train", "--data", "{text}", "--steps", "0"), "training settings cannot be used"),
+        (("train", "--prompts", "0"), "nothing to train on"),
+        (("train", "--self-chat", "8"), "no text and 24 prompts"),
+        (("train", "--data", "{text}", "--prompts", "0", "--self-chat", "8"), "text.txt and 0 prompts"),
+        (("train", "--prompts", "0", "--self-chat", "8"), "need a chat template"),
+        (("train", "--data", "{text}", "--self-chat", "-1"), "self_chat: -1"),
+        (("train", "--data", "{text}", "--self-chat-temperature", "0"), "self_chat_temperature: 0.0"),
+        (("train", "--data", "{text}", "--self-chat-top-p", "1.5"), "self_chat_top_p: 1.5"),
         (("train", "--data", "{text}", "--variant", "v3"), "variant: v3, none of v1, v2"),
         (("train", "--data", "{text}", "--out", "{short}/heads"), "cannot be written"),
         (("check", "--new-tokens", "100000"), "do not fit the base's positions"),

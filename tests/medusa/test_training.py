@@ -309,6 +309,13 @@ def test_too_few_prompts_are_refused(model, continuations):
         train_quietly(continuations.take(slice(2)), model)
 
 
+def test_continuations_that_end_at_once_are_refused(model, continuations):
+    ended = torch.full_like(continuations.tokens, IGNORED)
+    ended[:, 0] = 5
+    with pytest.raises(HeadsError, match="nothing to learn from"):
+        train_quietly(Continuations(continuations.hidden, ended), model)
+
+
 class HeadsOf:
     """v2 heads of the module as `HeadSet` gives them."""
 
