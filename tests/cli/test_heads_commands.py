@@ -107,6 +107,13 @@ def test_a_base_that_asks_itself_needs_no_text(port: Path, chat_base: Path, tmp_
     assert (card["settings"]["prompts"], card["self_chat"]["kept"]) == (12, 6)
 
 
+def test_a_base_without_a_chat_template_is_refused_before_its_weights_are_read(port: Path, monkeypatch):
+    monkeypatch.setattr("porting_kit.steps.heads_training.load_reference", lambda *a, **k: pytest.fail("it was loaded"))
+    result = call(port, "train", "--self-chat", "8", "--run-folder", str(port / "run"))
+    assert result.exit_code == 2
+    assert "chat prompts need a chat template" in result.output
+
+
 def test_without_a_gpu_the_settings_are_small_ones(port: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run(port, "train", "--data", str(port / "text.txt"), "--out", str(tmp_path / "heads"), "--steps", "2")
@@ -241,7 +248,6 @@ def test_a_file_in_place_of_the_heads_folder_is_refused_at_once(port: Path, tmp_
         (("train", "--prompts", "0"), "nothing to train on"),
         (("train", "--self-chat", "8"), "no text and 24 prompts"),
         (("train", "--data", "{text}", "--prompts", "0", "--self-chat", "8"), "text.txt and 0 prompts"),
-        (("train", "--prompts", "0", "--self-chat", "8"), "need a chat template"),
         (("train", "--data", "{text}", "--self-chat", "-1"), "self_chat: -1"),
         (("train", "--data", "{text}", "--self-chat-temperature", "0"), "self_chat_temperature: 0.0"),
         (("train", "--data", "{text}", "--self-chat-top-p", "1.5"), "self_chat_top_p: 1.5"),
