@@ -145,7 +145,7 @@ def read_quantised(folder: str | Path) -> QuantisedCheckpoint:
 
     Raises:
         CheckpointError: a file is missing, left over, empty or damaged; a field of the config is of another type than
-            TensorRT-LLM writes; an unknown algorithm; or a rank holds no tensor.
+            TensorRT-LLM writes; an unknown algorithm; context parallelism; or a rank holds no tensor.
     """
     folder = Path(folder)
     config = read_checkpoint_config(folder)
@@ -174,7 +174,7 @@ def read_checkpoint_config(folder: Path) -> dict[str, Any]:
     """A TensorRT-LLM checkpoint's config.json, its fields of the types and ranges that the library reads.
 
     Raises:
-        CheckpointError: no such folder or file, no JSON object, or an unusable field.
+        CheckpointError: no such folder or file, no JSON object, an unusable field, or context parallelism.
     """
     if not folder.is_dir():
         found = "a file" if folder.exists() else None
@@ -218,6 +218,14 @@ def _check_config(config: Mapping[str, Any], folder: Path) -> None:
     mapping = config.get("mapping")
     if mapping is not None and not isinstance(mapping, dict):
         _refuse_field(folder, "mapping", "an object with tp_size and pp_size", mapping)
+    if _read_size(config, "cp_size", folder) > 1:  # ranks that share a sequence (mapping.py, from 0.12 on)
+        raise CheckpointError(
+            "the checkpoint is for context parallelism, and its ranks are joined here by tensor and pipeline alone",
+            expected="mapping.cp_size: 1, or left out",
+            found=f"mapping.cp_size: {mapping['cp_size']}",
+            where=folder / "config.json",
+            next_step="write the checkpoint again for tensor and pipeline ranks alone",
+        )
     world = (mapping or {}).get("world_size")
     ranks = _read_size(config, "tp_size", folder) * _read_size(config, "pp_size", folder)
     if world is not None and (not _is_count(world) or world != ranks):

@@ -63,6 +63,7 @@ def test_heads_of_another_base_are_refused(tmp_path: Path) -> None:
         (lambda config: config["mapping"].update(tp_size=2), "unusable mapping.world_size"),
         (lambda config: config["mapping"].update(tp_size=-1, pp_size=-1), "unusable mapping.tp_size"),
         (lambda config: config["mapping"].update(tp_size="two"), "unusable mapping.tp_size"),
+        (lambda config: config["mapping"].update(cp_size=2), "is for context parallelism"),
         (lambda config: config.update(quantization="FP8"), "unusable quantization"),
         (lambda config: config.update(mapping=[1]), "unusable mapping"),
         (lambda config: config.update(dtype="float8"), "unusable dtype"),
