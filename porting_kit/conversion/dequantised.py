@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from porting_kit.conversion.quantised import WEIGHT_SCALES, require_consistent, weight_scale_name
+from porting_kit.conversion.quantised import CACHE_SCALE, WEIGHT_SCALES, require_consistent, weight_scale_name
 from porting_kit.conversion.quantised_files import Algorithm, QuantisedCheckpoint, read_quantised
 from porting_kit.errors import CheckpointError
 from porting_kit.run_folder import replace_folder, write_json, write_tensors
@@ -26,7 +26,7 @@ SCALES = (
     "weights_scaling_factor_2",  # of W4A8: how the product is scaled for FP8; no part of the weight
     "activation_scaling_factor",
     "prequant_scaling_factor",
-    "kv_cache_scaling_factor",
+    CACHE_SCALE,
 )
 CARD_SCALE = ".per_channel_scale"
 """Upstream's own converters call their scale so, and interleave the weights for a card."""

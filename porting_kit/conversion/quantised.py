@@ -10,6 +10,7 @@ This module reads headers and scales, never whole weights; `dequantised` does th
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ WEIGHT_SCALES = ("weights_scaling_factor", "per_channel_scale")
 # Both spellings: releases up to 0.10 look for part of a name, later ones match a pattern.
 HEADS_EXCLUDED = ("medusa_heads", "*medusa_heads*")
 CALIBRATION_SAMPLES = 128
+CACHE_SCALE = "kv_cache_scaling_factor"
+CALIBRATED_SCALES = ("activation_scaling_factor", "weights_scaling_factor_2", CACHE_SCALE)
+"""Their shapes, signs and presence are judged; the right values depend on calibration texts, which no base holds."""
 QUANTISED_TYPES = frozenset({"F8_E4M3", "I8", "U8", "I32"})
 
 
@@ -244,18 +248,31 @@ def _check_heads(checkpoint: QuantisedCheckpoint, rank: int) -> list[QuantisedFa
 
 
 def _check_cache(checkpoint: QuantisedCheckpoint, rank: int) -> list[QuantisedFault]:
-    """A quantised KV cache needs a scale in every layer, one in 16 bit none."""
+    """A quantised KV cache needs one scale, of one value, in every layer; one in 16 bit needs none."""
     algorithm, names = checkpoint.quantization.get("kv_cache_quant_algo"), checkpoint.ranks[rank]
     layers = sorted(name.removesuffix(".qkv.weight") for name in names if name.endswith(".attention.qkv.weight"))
+    with_scale = sorted(name.removesuffix(f".{CACHE_SCALE}") for name in names if name.endswith(f".{CACHE_SCALE}"))
     found = []
-    for layer in layers:
-        scale, label = f"{layer}.kv_cache_scaling_factor", f"rank{rank}: {layer}"
-        if algorithm is None and scale in names:
-            text = "the cache is not quantised, and it has a kv_cache_scaling_factor"
+    for layer in dict.fromkeys((*layers, *with_scale)):
+        scale, label = f"{layer}.{CACHE_SCALE}", f"rank{rank}: {layer}"
+        size = names.get(scale, (None, None))[1]
+        if algorithm is None and size is not None:
+            text = f"the cache is not quantised, and it has a {CACHE_SCALE}"
             found.append(QuantisedFault("scale without need", label, text))
-        elif algorithm is not None and scale not in names:
-            text = f"the cache is {algorithm}, and it has no kv_cache_scaling_factor"
+        elif algorithm is not None and size is None:
+            text = f"the cache is {algorithm}, and it has no {CACHE_SCALE}: {len(with_scale)} others have one"
             found.append(QuantisedFault("cache", label, text))
+        elif algorithm is not None and layer not in layers:
+            text = f"it is no layer with a cache, and it has a {CACHE_SCALE}"
+            found.append(QuantisedFault("scale without need", label, text))
+        elif algorithm is not None and math.prod(size) != 1:
+            found.append(QuantisedFault("shape", label, f"its {CACHE_SCALE} is {list(size)}, expected 1 value"))
         elif algorithm is not None:
             found += _check_values(checkpoint, rank, layer, scale)
     return found
+
+
+def count_unproven_scales(checkpoint: QuantisedCheckpoint) -> dict[str, int]:
+    """Kind of scale -> how many there are in all ranks, of the kinds that calibration gives and no base has."""
+    kinds = (name.rpartition(".")[2] for names in checkpoint.ranks for name in names)
+    return dict(Counter(kind for kind in kinds if kind in CALIBRATED_SCALES))

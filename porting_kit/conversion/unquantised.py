@@ -16,7 +16,7 @@ from porting_kit.architectures.rules import COLUMN, VOCABULARY
 from porting_kit.conversion.dequantised import SCALES
 from porting_kit.conversion.plan import EMBEDDING, OUTPUT
 from porting_kit.conversion.planned import ConversionPlan, Piece, PlannedTensor
-from porting_kit.conversion.quantised import QUANTISED_TYPES, QuantisedFault
+from porting_kit.conversion.quantised import CACHE_SCALE, QUANTISED_TYPES, QuantisedFault
 from porting_kit.conversion.quantised_base import ConvertedBase
 from porting_kit.conversion.quantised_files import QuantisedCheckpoint
 from porting_kit.conversion.sharding import cut_head_pieces
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import torch
 
 HEADS = "medusa_heads."
-CACHE_SCALE = "kv_cache_scaling_factor"
 COMPUTING = (Add, Scale, NormalizeRows, Product)
 """Operations that change values; all others move them."""
 

@@ -9,7 +9,12 @@ from typing import Any
 
 from porting_kit.conversion.config_fields import MAX_DRAFT_TOKENS, require_draft_limit
 from porting_kit.conversion.dequantised import require_quantised, write_dequantised
-from porting_kit.conversion.quantised import CALIBRATION_SAMPLES, QuantisedFault, find_faults
+from porting_kit.conversion.quantised import (
+    CALIBRATION_SAMPLES,
+    QuantisedFault,
+    count_unproven_scales,
+    find_faults,
+)
 from porting_kit.conversion.quantised_base import convert_base
 from porting_kit.conversion.quantised_comparison import BaseComparison, WeightError, compare_base
 from porting_kit.conversion.quantised_config import STRUCTURE
@@ -150,6 +155,7 @@ def _judge(
     if errors:
         figures["worst_weight_error"] = max(error.relative_error for error in errors)
         figures["unquantised_tensors"] = {"equal": compared.equal, "not_compared": compared.unknown}
+    unproven = figures["unproven_scales"] = count_unproven_scales(read)
     gate = None
     summary = f"{algorithm}: config, weights and exclude list agree"
     if errors:
@@ -157,6 +163,9 @@ def _judge(
         summary += f"; {len(errors)} matrices differ from the base's by rounding alone, worst {worst:.3g}"
         summary += f"; config and {compared.equal} tensors in 16 bit are the base's"
         summary += f", {compared.unknown} of heads not compared" if compared.unknown else ""
+    if unproven:
+        counted = ", ".join(f"{count} {kind}" for kind, count in unproven.items())
+        summary += f"; present and positive, their values not proven: {counted}"
     if faults:
         gate = faults[0].kind
         summary = f"{algorithm}: {len(faults)} contradictions, first {faults[0].module}: {faults[0].text}"

@@ -229,6 +229,46 @@ def test_a_quantised_cache_needs_its_scales(plain, tmp_path):
     assert kinds(folder) == {"cache"}
 
 
+CACHE = "transformer.layers.{}.kv_cache_scaling_factor"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "layer"),
+    [
+        (lambda tensors: None, None, None),
+        (lambda tensors: tensors.pop(CACHE.format("1.attention")), "cache", "1.attention"),
+        (lambda tensors: tensors.update({CACHE.format("0.attention"): torch.ones(2)}), "shape", "0.attention"),
+        (lambda tensors: tensors.update({CACHE.format("1.attention"): torch.ones(0)}), "shape", "1.attention"),
+        (lambda tensors: tensors[CACHE.format("1.attention")].neg_(), "value", "1.attention"),
+        (lambda tensors: tensors[CACHE.format("1.attention")].fill_(float("inf")), "value", "1.attention"),
+        (lambda tensors: tensors.update({CACHE.format("0.mlp"): torch.ones(1)}), "scale without need", "0.mlp"),
+    ],
+)
+def test_the_caches_scales_are_one_a_layer_and_their_values_are_said_not_to_be_proven(
+    base, plain, tmp_path, change, kind, layer
+):
+    folder = quantise(plain, tmp_path / "q", "FP8")
+    edit_config(folder, kv_cache_quant_algo="FP8")
+    edit(
+        folder,
+        lambda tensors: tensors.update({CACHE.format(f"{number}.attention"): torch.ones(1) for number in range(2)}),
+    )
+    edit(folder, change)
+    result = check_quantised(folder, base=base)
+    wanted = [(kind, f"rank0: transformer.layers.{layer}")] if kind else []
+    assert [(fault.kind, fault.module) for fault in result.faults] == wanted
+    if kind is None:
+        said = {"activation_scaling_factor": 10, "kv_cache_scaling_factor": 2}
+        assert (result.outcome.verdict, result.outcome.figures["unproven_scales"]) == (Verdict.PASS, said)
+        assert "their values not proven: 10 activation_scaling_factor, 2 kv" in result.outcome.summary
+
+
+def test_nothing_is_said_of_scales_that_are_not_there(base, plain, tmp_path):
+    outcome = check_quantised(quantise(plain, tmp_path / "q", "W8A16"), base=base).outcome
+    assert outcome.figures["unproven_scales"] == {}
+    assert "proven" not in outcome.summary
+
+
 def test_config_without_quantisation_over_int8_weights_is_found(plain, tmp_path):
     folder = quantise(plain, tmp_path / "q", "W8A16")
     edit_config(folder, quant_algo=None)
