@@ -142,7 +142,8 @@ def serving(
     port_file: PortFile,
     engine: Annotated[Path | None, typer.Option("--engine", help="The engine's folder; the run's own.")] = None,
     check: Annotated[
-        list[Path] | None, typer.Option("--check", help="A config.pbtxt or shell script to check; may be given again.")
+        list[Path] | None,
+        typer.Option("--check", help="A config.pbtxt, script or YAML to check; may be given again."),
     ] = None,
     out: OutFolder = None,
     parameter: Overrides = None,

@@ -1,15 +1,18 @@
-"""A user's existing serving files, as far as Medusa is concerned: Triton's config.pbtxt, and shell scripts.
+"""A user's existing serving files, as far as Medusa is concerned: Triton's config.pbtxt, scripts and YAML.
 
 Both are read as text: no server, no shell and no protobuf library is needed, and nothing in them is run.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 from porting_kit.errors import CapturedFileError
 
@@ -21,11 +24,14 @@ TOP_NUMBER = re.compile(r"^\s*(?P<key>max_batch_size)\s*:\s*(?P<value>\S+)", re.
 DECOUPLED = re.compile(r"decoupled\s*:\s*(?P<value>\S+?)[\s}]")
 PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
 PROGRAMS = ("trtllm-build", "run.py")
+WORD_LISTS = ("entrypoint", "command", "args")
+"""Keys whose lists make one command, in this order: `command` and `args` of Kubernetes, the others of compose."""
+WORDS_IN_A_LINE = re.compile(r"\[\s*[\"'].*\]")
 
 
 @dataclass(frozen=True)
 class FoundCommand:
-    """A command in a shell script.
+    """A command in a script or a YAML file.
 
     Args:
         program: `trtllm-build` or `run.py`.
@@ -73,11 +79,57 @@ def find_placeholders(settings: dict[str, str]) -> dict[str, str]:
     return {key: match[1] for key, value in settings.items() if (match := PLACEHOLDER.search(value))}
 
 
-def find_commands(text: str) -> Iterator[FoundCommand]:
-    """Build and run commands in a shell script, lines joined where they end in a backslash."""
+def find_commands(text: str) -> list[FoundCommand]:
+    """Build and run commands in a shell script, or in a YAML file such as those of Kubernetes and compose.
+
+    A script's lines are joined where they end in a backslash. A command may also be a list of words: a YAML list, with
+    the lists of `entrypoint`, `command` and `args` beside each other taken as one, or a list within one line, as in a
+    Dockerfile.
+    """
+    try:
+        documents = [node for node in yaml.compose_all(text, yaml.SafeLoader) if node is not None]
+        if documents and not isinstance(documents[0], yaml.ScalarNode):
+            return [command for node in documents for command in _find_in_node(node)]
+    except (yaml.YAMLError, RecursionError):
+        pass  # a script, or a template that is no YAML yet
+    return list(_find_in_script(text, 1))
+
+
+def _find_in_node(node: yaml.Node) -> Iterator[FoundCommand]:
+    """Commands in a YAML node: its texts as scripts, its lists of texts as commands."""
+    if isinstance(node, yaml.ScalarNode):
+        is_block = node.style in ("|", ">")
+        yield from _find_in_script(node.value, node.start_mark.line + (2 if is_block else 1))
+    elif isinstance(node, yaml.SequenceNode):
+        if node.value and all(isinstance(item, yaml.ScalarNode) for item in node.value):
+            yield from _find_in_words(node.value)
+        else:
+            for item in node.value:
+                yield from _find_in_node(item)
+    elif isinstance(node, yaml.MappingNode):
+        values = {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}
+        lists = [values.pop(key) for key in WORD_LISTS if isinstance(values.get(key), yaml.SequenceNode)]
+        yield from _find_in_words([item for one in lists for item in one.value if isinstance(item, yaml.ScalarNode)])
+        for value in values.values():
+            yield from _find_in_node(value)
+
+
+def _find_in_words(items: list[yaml.ScalarNode]) -> Iterator[FoundCommand]:
+    """The command that a list of words is; without one, commands in its texts, as behind `sh -c`."""
+    for place, item in enumerate(items):
+        program = _name_program(item.value)
+        if program is not None:
+            arguments = tuple(word.value for word in items[place + 1 :])
+            yield FoundCommand(program, arguments, item.start_mark.line + 1)
+            return
+    for item in items:
+        yield from _find_in_node(item)
+
+
+def _find_in_script(text: str, first_line: int) -> Iterator[FoundCommand]:
     joined: list[tuple[int, str]] = []
-    start, parts = 1, []
-    for number, line in enumerate(text.splitlines(), start=1):
+    start, parts = first_line, []
+    for number, line in enumerate(text.splitlines(), start=first_line):
         if not parts:
             start = number
         parts.append(line.rstrip().removesuffix("\\"))
@@ -87,14 +139,32 @@ def find_commands(text: str) -> Iterator[FoundCommand]:
     if parts:
         joined.append((start, " ".join(parts)))
     for number, line in joined:
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:
-            continue  # a quotation that goes on over lines: no command of ours
+        words = _split_list(line) or _split_line(line)
         for place, word in enumerate(words):
-            program = next((name for name in PROGRAMS if word == name or word.endswith(f"/{name}")), None)
+            program = _name_program(word)
             if program is not None:
                 yield FoundCommand(program, tuple(_until_operator(words[place + 1 :])), number)
+
+
+def _split_list(line: str) -> list[str]:
+    """The words of a list of texts in a line, such as `CMD ["trtllm-build", "--strip_plan"]`; empty for none."""
+    match = WORDS_IN_A_LINE.search(line.split("#", maxsplit=1)[0])
+    try:
+        found = ast.literal_eval(match[0]) if match else []
+    except (SyntaxError, ValueError):
+        found = []
+    return found if all(isinstance(word, str) for word in found) else []
+
+
+def _split_line(line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:
+        return []  # a quotation that goes on over lines: no command of ours
+
+
+def _name_program(word: str) -> str | None:
+    return next((name for name in PROGRAMS if word == name or word.endswith(f"/{name}")), None)
 
 
 def _until_operator(words: list[str]) -> Iterator[str]:

@@ -9,7 +9,7 @@ The parameters are those of the inflight_batcher_llm model in triton-inference-s
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from porting_kit.engine.argument_check import RENAMED
 from porting_kit.engine.engine_config import EngineConfig
@@ -209,27 +209,21 @@ def check_commands(commands: Sequence[FoundCommand], release: str) -> tuple[Gate
                 RUN_SOURCE,
             )
         )
-        choices = known_build_choices(release) if command.program == "trtllm-build" else {}
-        gates.append(_values_gate(given, known, choices, where))
+        gates.append(_values_gate(given, known, where))
+        if command.program == "trtllm-build":
+            choices = known_build_choices(release)
+            gates += _choices_gates(given, {name: choices[name] for name in choices if name in known}, where)
         if command.program == "run.py" and "medusa_choices" in given:
             gates += _run_gates({name: " ".join(values) for name, values in given.items()}, release, where)
     return tuple(gates)
 
 
-def _values_gate(
-    given: Mapping[str, Sequence[str]], known: frozenset[str], choices: Mapping[str, Sequence[str]], where: str
-) -> GateResult:
-    """Every flag that takes a value has one, of its choices where it has any, and no switch has any."""
+def _values_gate(given: Mapping[str, Sequence[str]], known: frozenset[str], where: str) -> GateResult:
+    """Every flag that takes a value has one, and no switch has any."""
     lacking = [name for name, values in given.items() if not values and name not in SWITCHES | SWITCHES_OR_VALUES]
     surplus = [name for name, values in given.items() if values and name in SWITCHES]
     wrong = [f"--{name} lacks its value" for name in lacking if name in known]
     wrong += [f"--{name} takes no value" for name in surplus if name in known]
-    wrong += [
-        f"--{name} takes {', '.join(choices[name])}, not {value}"
-        for name, values in given.items()
-        for value in values
-        if name in known and name in choices and value not in choices[name] and not value.startswith("$")
-    ]
     return _gate(
         f"values of {where}",
         ", ".join(wrong) or f"{len(given)} flags",
@@ -239,6 +233,24 @@ def _values_gate(
         "give the value, or leave the flag out",
         RUN_SOURCE,
     )
+
+
+def _choices_gates(
+    given: Mapping[str, Sequence[str]], choices: Mapping[str, Sequence[str]], where: str
+) -> Iterator[GateResult]:
+    """One gate for each flag that takes one of a few words."""
+    for name, allowed in choices.items():
+        values = [value for value in given.get(name, ()) if not value.startswith("$")]
+        if values:
+            yield _gate(
+                f"--{name} of {where}",
+                " ".join(values),
+                all(value in allowed for value in values),
+                " or ".join(allowed),
+                "the command ends at once: invalid choice",
+                f"give one of these to --{name}, or leave it out",
+                RUN_SOURCE,
+            )
 
 
 def _run_gates(given: Mapping[str, str], release: str, where: str) -> list[GateResult]:
@@ -338,7 +350,8 @@ def _flags(arguments: Sequence[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     name = None
     for word in arguments:
-        if word.startswith("--"):
+        # a word with a blank is a value whatever it begins with, as argparse reads it
+        if word.startswith("--") and " " not in word.partition("=")[0]:
             name, equals, value = word[2:].partition("=")
             found[name] = [value] if equals else []
         elif name is not None:

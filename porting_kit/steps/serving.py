@@ -52,7 +52,7 @@ def write_serving(run: PortRun, *, engine_dir: Path | None = None, check: Sequen
     Args:
         run: the run; patch and convert are run when they have not been.
         engine_dir: the engine's folder; the run's own when None. Without one the plan stands in for it.
-        check: config.pbtxt files and shell scripts.
+        check: config.pbtxt files, shell scripts, and YAML files with commands.
 
     Raises:
         CheckpointError: the folder holds no whole engine, or one of another tree, checkpoint, release or card.
@@ -100,12 +100,13 @@ def _check_file(
     settings = read_pbtxt(text)
     if settings:
         return check_server_settings(settings, engine, choices, end_ids)
-    commands = list(find_commands(text))
+    commands = find_commands(text)
     if not commands:
         raise CapturedFileError(
             "the file holds nothing to check",
             expected="parameters of a config.pbtxt, or commands of trtllm-build and run.py",
             where=file,
+            next_step="name the file that holds them; of other programs nothing is checked",
         )
     return check_commands(commands, engine.release)
 

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from test_record import CHOICES, write_engine
 
 from porting_kit.engine.engine_config import read_engine_config
-from porting_kit.engine.server_files import find_commands, read_pbtxt, read_text_file
+from porting_kit.engine.server_files import FoundCommand, find_commands, read_pbtxt, read_text_file
 from porting_kit.engine.serving import (
     check_commands,
     check_server_settings,
@@ -136,7 +137,7 @@ mpirun -n 2 python3 examples/run.py --engine_dir engine --max_output_len 64 \\
 
 
 def refused(release):
-    return {gate.name: gate for gate in check_commands(list(find_commands(SCRIPT)), release) if gate.verdict != "pass"}
+    return {gate.name: gate for gate in check_commands(find_commands(SCRIPT), release) if gate.verdict != "pass"}
 
 
 def test_commands_are_found_with_their_lines():
@@ -163,7 +164,7 @@ def test_rules_that_changed_under_the_user_are_told():
     ],
 )
 def test_a_flag_without_its_value_is_flagged(command, said):
-    found = {gate.name: gate for gate in check_commands(list(find_commands(command)), "0.13.0")}
+    found = {gate.name: gate for gate in check_commands(find_commands(command), "0.13.0")}
     (gate,) = [gate for name, gate in found.items() if name.startswith("values of")]
     assert (gate.verdict, gate.value) == ("refused", said)
 
@@ -171,25 +172,73 @@ def test_a_flag_without_its_value_is_flagged(command, said):
 @pytest.mark.parametrize(
     ("release", "words", "said"),
     [
-        ("0.13.0", "--speculative_decoding_mode medus", "medusa, explicit_draft_tokens, not medus"),
-        ("0.13.0", "--speculative_decoding_mode eagle", "explicit_draft_tokens, not eagle"),
+        ("0.13.0", "--speculative_decoding_mode medus", "medusa or explicit_draft_tokens"),
+        ("0.13.0", "--speculative_decoding_mode eagle", "explicit_draft_tokens"),
         ("0.17.0", "--speculative_decoding_mode eagle", None),
-        ("0.11.0", "--gemm_plugin=nvfp4", "disable, not nvfp4"),
+        ("0.11.0", "--gemm_plugin=nvfp4", "disable"),
         ("1.2.0", "--gemm_plugin=nvfp4", None),
     ],
 )
-def test_a_value_that_the_release_does_not_take_is_flagged(release, words, said):
-    found = {
-        g.name: g for g in check_commands(list(find_commands(f"trtllm-build --output_dir engine {words}")), release)
-    }
-    (gate,) = [gate for name, gate in found.items() if name.startswith("values of")]
-    assert gate.verdict == ("pass" if said is None else "refused")
-    assert said is None or gate.value.endswith(said)
+def test_a_value_that_the_release_does_not_take_is_flagged_with_those_it_takes(release, words, said):
+    flag, value = re.split("[ =]", words)
+    found = {g.name: g for g in check_commands(find_commands(f"trtllm-build --output_dir engine {words}"), release)}
+    gate = found[f"{flag} of trtllm-build, line 1"]
+    assert (gate.verdict, gate.value) == ("pass" if said is None else "refused", value)
+    assert said is None or gate.expected.endswith(said)
+    assert said is None or (gate.effect, gate.remedy) == (
+        "the command ends at once: invalid choice",
+        f"give one of these to {flag}, or leave it out",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--input_text '--hello there' --engine_dir engine", None),  # argparse: a word with a blank is a value
+        ("--input_text --hello --engine_dir engine", "--hello"),
+        ("'--input_text=--hello there' --engine_dir engine", None),
+    ],
+)
+def test_a_value_may_begin_with_dashes_where_it_holds_a_blank(words, said):
+    gates = check_commands(find_commands(f"python3 run.py {words}"), "0.13.0")
+    assert [gate.value for gate in gates if gate.name.startswith("flags") and gate.verdict != "pass"] == (
+        [said] if said else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "arguments"),
+    [
+        ('spec:\n  command: ["trtllm-build", "--x", "a b"]', 2, ("--x", "a b")),
+        ('command: [ "/usr/bin/trtllm-build" , "--x" ]', 1, ("--x",)),
+        ("a:\n- command:\n  - trtllm-build\n  args:\n  - --x\n  - 64", 3, ("--x", "64")),
+        ("services:\n  s:\n    command: [--x, '1']\n    entrypoint: [trtllm-build]", 4, ("--x", "1")),
+        ("args:\n- |\n  set -e\n  trtllm-build --x \\\n    1 && echo\n", 4, ("--x", "1")),
+        ('command: [sh, -c, "cd /w; trtllm-build --x 1; echo"]', 1, ("--x", "1")),
+        ("command: trtllm-build --x 1\nother: [1, {a: b}]", 1, ("--x", "1")),
+        ("a: 1\n---\nb:\n  command: [trtllm-build, --x]", 4, ("--x",)),
+        ('FROM base\nCMD ["trtllm-build", "--x", "1"]', 2, ("--x", "1")),
+        ('a: {{ .Values.a }}\ncommand: ["trtllm-build", "--x"]  # of a template', 2, ("--x",)),
+    ],
+)
+def test_commands_given_as_lists_are_found(text, line, arguments):
+    assert find_commands(text) == [FoundCommand("trtllm-build", arguments, line)]
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "[" * 5000, "command: [serve, --x]", "CMD ['a', 3]"])
+def test_what_holds_no_command_is_read_to_its_end(text):
+    assert find_commands(text) == []
+
+
+def test_a_flag_of_another_release_is_flagged_in_a_list_too():
+    text = "command: [trtllm-build]\nargs: [--checkpoint_dir, ckpt, --max_output_len, '64']"
+    found = {gate.name: gate for gate in check_commands(find_commands(text), "0.13.0") if gate.verdict != "pass"}
+    assert "now --max_seq_len" in found["flags of trtllm-build, line 1"].value
 
 
 def test_switches_and_values_in_their_places_pass():
     command = "trtllm-build --output_dir=engine --strip_plan --max_batch_size $BATCH --use_fused_mlp --gemm_plugin auto"
-    gates = check_commands(list(find_commands(command)), "0.13.0")
+    gates = check_commands(find_commands(command), "0.13.0")
     assert {gate.verdict for gate in gates} == {"pass"}
 
 
