@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from porting_kit.alignment.reference import Reference, load_reference
 from porting_kit.alignment.streamed_reference import needs_streaming, open_streamed_reference
 from porting_kit.conversion.heads import HeadSet
-from porting_kit.conversion.heads_export import EXPORT_LAYOUTS, export_tensors, find_export_layout, write_export
+from porting_kit.conversion.heads_export import export_tensors, find_export_layout, write_export
 from porting_kit.errors import HeadsError
 from porting_kit.medusa.head_fit import HeadFit, read_fit
 from porting_kit.medusa.self_distillation import continue_greedily, cut_prompts
@@ -173,8 +173,9 @@ def read_data_for(port: Port, file: Path) -> list[str]:
     """Documents of a text file that the port's base can read; asked before any weight is loaded.
 
     Raises:
-        HeadsError: the base brings no tokenizer, or see `read_data`.
+        HeadsError: see `read_data`; or the base brings no tokenizer.
     """
+    texts = read_data(file)
     if not can_tokenize(load_tokenizer(port)):
         raise HeadsError(
             "the base model brings no tokenizer, so a text cannot be cut into tokens",
@@ -182,7 +183,7 @@ def read_data_for(port: Port, file: Path) -> list[str]:
             where=port.base_path,
             next_step="put the tokenizer beside the weights; without --data, `heads check` asks at random tokens",
         )
-    return read_data(file)
+    return texts
 
 
 def read_data(file: Path) -> list[str]:
@@ -227,7 +228,7 @@ def export_port_heads(run: PortRun, layout: str, out: Path, *, as_pickle: bool =
     outcome = StepOutcome(
         step="heads export",
         verdict=Verdict.PASS,
-        summary=f"{heads.num_heads} heads of the layout {heads.layout} written as {EXPORT_LAYOUTS[layout]}",
+        summary=f"{heads.num_heads} heads of the layout {heads.layout} written as {layout}",
         covered=(Coverage.WEIGHTS,),
         figures={"tensors": len(tensors), "warnings": list(heads.warnings)},
         products=(name, "config.json"),

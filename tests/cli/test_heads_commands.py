@@ -205,13 +205,24 @@ def test_random_heads_fail_the_check(port: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_a_base_without_a_tokenizer_is_said_before_the_text_is_read(port: Path, tmp_path: Path, command: str):
+@pytest.mark.parametrize(
+    ("data", "said"), [("missing.txt", "the text cannot be read"), ("{text}", "brings no tokenizer")]
+)
+def test_a_missing_text_is_said_before_a_base_without_a_tokenizer(
+    port: Path, tmp_path: Path, command: str, data: str, said: str
+):
     shutil.copytree(DEMO / "base", tmp_path / "base", ignore=shutil.ignore_patterns("tokenizer*"))
-    options = ("--data", "missing.txt", "-p", f"base={tmp_path / 'base'}", "--run-folder", str(tmp_path / "run"))
-    result = call(port, command, *options)
+    options = ("--data", data.format(text=port / "text.txt"), "-p", f"base={tmp_path / 'base'}")
+    result = call(port, command, *options, "--run-folder", str(tmp_path / "run"))
     assert result.exit_code == 2
-    assert "brings no tokenizer" in result.output
-    assert "the text cannot be read" not in result.output
+    assert result.stderr.startswith("error: ")
+    assert said in result.stderr.splitlines()[0]
+
+
+@pytest.mark.parametrize("layout", ["original", "tgi", "merged"])
+def test_an_export_names_the_layout_that_was_asked_for(port: Path, tmp_path: Path, layout: str):
+    found = run(port, "export", "--layout", layout, "--out", str(tmp_path / "out"))
+    assert f" written as {layout}" in found["summary"]
 
 
 def test_an_export_is_written_once(port: Path, tmp_path: Path):
