@@ -1,8 +1,7 @@
 """A quantised checkpoint against the base it was made of: config, 16-bit tensors, and every matrix with its scales.
 
 The distance of a whole matrix shows a scale of another layer, a wrong row order or a wrong group size. A single scale
-that is off by a few percent hides in it, so the factor between base and stored matrix is also taken by row, by column
-and as a whole, against the factor that rounding the base with the stored scales gives.
+that is off by a few percent hides in it; `quantised_scales` finds it.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from porting_kit.conversion.quantised import QuantisedFault, require_consistent,
 from porting_kit.conversion.quantised_base import ConvertedBase
 from porting_kit.conversion.quantised_config import STRUCTURE, compare_config
 from porting_kit.conversion.quantised_files import Algorithm, QuantisedCheckpoint, read_quantised
+from porting_kit.conversion.quantised_scales import find_scale_fault, round_with
 from porting_kit.conversion.unquantised import compare_headers, compare_values
 from porting_kit.conversion.weight_interleaving import LAYOUTS, StoredLayout
 from porting_kit.errors import CheckpointError
@@ -31,17 +31,6 @@ rounding the base's own matrix with scales of its largest numbers gives, and thi
 within 1.001 of it."""
 ROW_PARALLEL = ("dense", "proj")
 """Matrices that ranks cut along their inputs (layers/attention.py and layers/mlp.py, 0.13.0.dev2024090300)."""
-SCALE_FLOOR = 0.005
-"""A factor that is nearer to the expected one than this is no fault: what 16-bit scales and half precision cost."""
-SCALE_DEVIATIONS = 6.0
-"""Standard errors of a fitted factor that chance may take; among a million rows it takes five."""
-NUMBER_TOLERANCE = 2.0**-8
-"""Relative: smoothing and scales in 16 bit, and a base that was loaded in bfloat16."""
-CHANCE_NUMBERS = 2
-"""Of the 212 million numbers of SmolLM2 in AWQ and SmoothQuant none was off; one scale of 576 inputs that is 2 % off
-turns 8 and more."""
-WIDEST_TEST = 0.5
-"""A row whose factor is known no better than this has nothing to be judged by: all zero, or a few numbers."""
 
 
 @dataclass(frozen=True)
@@ -274,81 +263,3 @@ def _find_reference(tensors: Mapping[str, torch.Tensor], module: str, matrix: St
             where=label,
         )
     return wanted.float()
-
-
-def find_scale_fault(matrix: StoredMatrix, wanted: torch.Tensor, algorithm: Algorithm) -> str | None:
-    """The first row, column or the whole matrix whose scale is off, in words; None when none is.
-
-    Args:
-        matrix: as stored.
-        wanted: the base's own, float32 [out, in].
-    """
-    stored, rounded = matrix.weight, round_with(matrix, wanted, algorithm)
-    for what, dim in (("the whole matrix", None), ("row", 1), ("column", 0)):
-        if dim is not None and what == "column" and matrix.prequant is None:
-            continue
-        found, deviation = _fit_factor(wanted, stored, dim)
-        expected, _ = _fit_factor(wanted, rounded, dim)
-        allowed = SCALE_FLOOR + SCALE_DEVIATIONS * deviation
-        off = (found / expected - 1).abs()
-        judged = torch.isfinite(off) & torch.isfinite(allowed) & (allowed < WIDEST_TEST)
-        wrong = (judged & (off > allowed)).nonzero().reshape(-1)
-        if len(wrong):
-            place = int(wrong[0])
-            factor = float((expected / found)[place])
-            where = what if dim is None else f"{what} {place}"
-            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            return f"the scale of {where} is {factor:.4g} times what it should be{more}"
-    return _find_wrong_numbers(matrix, wanted, algorithm)
-
-
-def _find_wrong_numbers(matrix: StoredMatrix, wanted: torch.Tensor, algorithm: Algorithm) -> str | None:
-    """Numbers that are not the nearest to what the base's matrix is over the stored scales, None when all are.
-
-    All supported formats round to the nearest number, so this shows a scale that the factor of a short row in 4 bit
-    cannot; numbers that were cut off at the end of their range are left out. One number that is more than a step off
-    is enough, of nearer ones more than `CHANCE_NUMBERS`.
-    """
-    exact = (wanted if matrix.prequant is None else wanted / matrix.prequant[None]) / matrix.spread_scale
-    least, most = exact * (1 - NUMBER_TOLERANCE), exact * (1 + NUMBER_TOLERANCE)
-    if algorithm.name == "FP8":
-        rounded = [edge.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float() for edge in (least, most)]
-        wrong = (matrix.numbers < torch.minimum(*rounded)) | (matrix.numbers > torch.maximum(*rounded))
-        far = ((matrix.numbers - exact).abs() > exact.abs() / 4 + 2.0**-6) & (exact.abs() < 448.0)
-    else:
-        limit = (1 << (algorithm.bits - 1)) - 0.5
-        off = (matrix.numbers - exact).abs() - 0.5 - (most - least).abs() / 2
-        wrong = (off > 0) & (exact.abs() < limit)
-        far = wrong & (off > 1)
-    count = int(wrong.sum())
-    if count <= CHANCE_NUMBERS and not far.any():
-        return None
-    row = int(wrong.sum(1).argmax())
-    return f"{count} of {wrong.numel()} numbers are not what the base's matrix gives by these scales, most in row {row}"
-
-
-def round_with(matrix: StoredMatrix, wanted: torch.Tensor, algorithm: Algorithm) -> torch.Tensor:
-    """What the base's matrix becomes when it is rounded with the stored scales."""
-    scale, prequant = matrix.spread_scale, matrix.prequant
-    numbers = (wanted if prequant is None else wanted / prequant[None]) / scale
-    if algorithm.name == "FP8":
-        numbers = numbers.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float()
-    else:
-        limit = 1 << (algorithm.bits - 1)
-        numbers = numbers.round().clamp(-limit, limit - 1)
-    rounded = numbers * scale
-    return rounded if prequant is None else rounded * prequant[None]
-
-
-def _fit_factor(wanted: torch.Tensor, stored: torch.Tensor, dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factor that takes `stored` nearest to `wanted`, over a dimension or all, and its standard error.
-
-    The error is the one that holds where a few numbers outweigh the rest (HC3 of MacKinnon and White, 1985): in groups
-    with scales of their own a column may hang on one number, and on which way that was rounded.
-    """
-    dims = (0, 1) if dim is None else (dim,)
-    weights = stored * stored
-    square = weights.sum(dims, keepdim=True)
-    factor = (stored * wanted).sum(dims, keepdim=True) / square
-    rest = stored * (wanted - factor * stored) / (1 - weights / square)
-    return factor.reshape(-1), (rest.square().sum(dims, keepdim=True).sqrt() / square).reshape(-1)

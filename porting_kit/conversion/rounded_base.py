@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from porting_kit.conversion.dequantised import StoredMatrix, read_matrix, require_quantised
 from porting_kit.conversion.quantised import weight_scale_name
 from porting_kit.conversion.quantised_base import ConvertedBase
-from porting_kit.conversion.quantised_comparison import choose_scale, find_shared_scales, round_with
+from porting_kit.conversion.quantised_comparison import choose_scale, find_shared_scales
 from porting_kit.conversion.quantised_files import QuantisedCheckpoint
+from porting_kit.conversion.quantised_scales import round_with
 
 if TYPE_CHECKING:
     import torch

@@ -325,6 +325,15 @@ def test_4_bit_scales_are_told_by_the_numbers_that_they_give(base, plain, tmp_pa
     assert wrong.relative_error <= wrong.bound
 
 
+@pytest.mark.parametrize("algorithm", ["W4A16_AWQ", "W4A8_AWQ"])
+def test_one_scale_of_a_group_of_32_that_is_2_percent_off_is_named(base, plain, tmp_path, algorithm):
+    folder = quantise(plain, tmp_path / "quantised", algorithm)
+    edit(folder, lambda tensors: tensors[f"{LAYER}.weights_scaling_factor"][5, 2].mul_(1.02))
+    outcome = check_quantised(folder, base=base).outcome
+    assert (outcome.failing_gate, outcome.verdict) == ("weights", Verdict.FAIL)
+    assert f"{LAYER}: the scale of row 5, group 2 is 1.02 times" in outcome.summary
+
+
 def test_numbers_that_another_scale_gave_are_named(base, plain, tmp_path):
     folder = quantise(plain, tmp_path / "quantised", "W4A16_AWQ")
     edit(folder, lambda tensors: tensors[f"{LAYER}.weight"][3:4].add_(1))
@@ -334,7 +343,7 @@ def test_numbers_that_another_scale_gave_are_named(base, plain, tmp_path):
 
 def test_4_bit_scales_are_told_from_rounding_where_rows_are_long(tmp_path):
     """Rounding to 4 bit moves the factor of a row by itself; 2 percent show above it from some thousand inputs on."""
-    from porting_kit.conversion.quantised_comparison import find_scale_fault
+    from porting_kit.conversion.quantised_scales import find_scale_fault
 
     weight = torch.randn(8, 8192, generator=torch.Generator().manual_seed(5))
     groups = weight.reshape(8, -1, 128)

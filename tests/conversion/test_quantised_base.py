@@ -11,9 +11,10 @@ from porting_kit.architectures import read_base_config
 from porting_kit.conversion.config_fields import build_config
 from porting_kit.conversion.convert import convert_checkpoint
 from porting_kit.conversion.dequantised import StoredMatrix
-from porting_kit.conversion.quantised_comparison import find_scale_fault, measure_distance
+from porting_kit.conversion.quantised_comparison import measure_distance
 from porting_kit.conversion.quantised_config import compare_config
 from porting_kit.conversion.quantised_files import ALGORITHMS
+from porting_kit.conversion.quantised_scales import find_scale_fault
 from porting_kit.errors import CheckpointError, ConversionError
 from porting_kit.outcomes import Verdict
 from porting_kit.steps.quantised import check_quantised
@@ -464,3 +465,57 @@ def test_a_single_number_far_off_is_a_fault(name, top):
     assert find_scale_fault(StoredMatrix(numbers, scale, None), weight, ALGORITHMS[name]).startswith(
         "1 of 4096 numbers"
     )
+
+
+# ---------------------------------------------------------------- one group of 4 bit
+
+
+def round_in_groups(dtype, *, group=32, shrink=None):
+    """A base's matrix [64, 256] in a dtype and its numbers of 4 bit, all arithmetic in that dtype, as AWQ has them.
+
+    `shrink` says of each group what share of its largest number the scale is for.
+    """
+    generator = torch.Generator().manual_seed(6)
+    weight = (0.02 * torch.randn(64, 256, generator=generator)).to(dtype)
+    prequant = (0.5 + torch.rand(256, generator=generator)).to(dtype)
+    groups = (weight * (1 / prequant)).reshape(64, -1, group)
+    scale = groups.abs().amax(-1) / 7
+    if shrink is not None:
+        scale = scale * torch.tensor(shrink).to(dtype)[torch.randint(len(shrink), scale.shape, generator=generator)]
+    numbers = (groups / scale[..., None]).round().clamp(-8, 7).reshape(weight.shape)
+    return weight.float(), StoredMatrix(numbers.float(), scale.float(), prequant.float())
+
+
+def shift(matrix, row, group, factor):
+    scale = matrix.scale.clone()
+    scale[row, group] *= factor
+    return StoredMatrix(matrix.numbers, scale, matrix.prequant)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"),
+    [(torch.float16, 1.02), (torch.float16, 0.98), (torch.bfloat16, 1.03), (torch.bfloat16, 0.97)],
+)
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_the_scale_of_one_group_is_held_against_its_largest_number(dtype, group, factor):
+    """It turns one of 32 numbers, which two that chance may turn hid."""
+    weight, matrix = round_in_groups(dtype, group=group)
+    assert find_scale_fault(matrix, weight, ALGORITHMS["W4A16_AWQ"]) is None
+    said = find_scale_fault(shift(matrix, 5, 1, factor), weight, ALGORITHMS["W4A16_AWQ"])
+    assert said.startswith("the scale of row 5, group 1 is ")
+    assert float(said.split()[8]) == pytest.approx(factor, rel=0.01)
+
+
+def test_a_quantiser_that_searches_for_its_scales_is_not_held_against_largest_numbers():
+    """Then one group that is 2 % off may pass, and one that is 10 % off is told by its numbers."""
+    weight, matrix = round_in_groups(torch.float16, shrink=[1.0, 1.0, 0.95, 0.9])
+    assert find_scale_fault(matrix, weight, ALGORITHMS["W4A16_AWQ"]) is None
+    assert find_scale_fault(shift(matrix, 5, 1, 1.02), weight, ALGORITHMS["W4A16_AWQ"]) is None
+    said = find_scale_fault(shift(matrix, 5, 1, 1.1), weight, ALGORITHMS["W4A16_AWQ"])
+    assert said.endswith("numbers are not what the base's matrix gives by these scales, most in row 5")
+
+
+def test_a_group_of_zeros_has_no_largest_number():
+    weight, matrix = round_in_groups(torch.float16)
+    weight[5, 32:64] = matrix.numbers[5, 32:64] = 0.0
+    assert find_scale_fault(matrix, weight, ALGORITHMS["W4A16_AWQ"]) is None
