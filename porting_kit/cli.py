@@ -36,6 +36,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("-p", "--parameter", metavar="NAME=VALUE", help="Override a field of the port file; VALUE is YAML."),
 ]
+Edited = Annotated[bool, typer.Option("--edited", help="Take what patch and convert made though it was edited since.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
 
@@ -54,14 +55,9 @@ def preflight(port_file: PortFile, out: OutFolder = None, parameter: Overrides =
 @app.command()
 def patch(port_file: PortFile, out: OutFolder = None, parameter: Overrides = None, as_json: AsJson = False) -> None:
     """Patch the base's model.py: a module for --model_cls_file and a unified diff. Edits no installed package."""
-    from porting_kit.steps.context import open_port_run
     from porting_kit.steps.patch import format_patch, patch_port
 
-    _report(
-        lambda: patch_port(open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))),
-        format_patch,
-        as_json,
-    )
+    _report(lambda: patch_port(_open_run(port_file, out, parameter)), format_patch, as_json)
 
 
 @app.command()
@@ -79,19 +75,19 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Convert the base's weights and the heads to a TensorRT-LLM Medusa checkpoint; go on where a run stopped."""
-    from porting_kit.steps.context import open_port_run
     from porting_kit.steps.convert import convert_port, estimate_port, format_conversion, format_estimate
     from porting_kit.steps.proof import format_proof, prove_port
 
-    def open_run() -> Any:
-        return open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))
-
     if estimate:
-        _report(lambda: estimate_port(open_run()), format_estimate, as_json)
+        _report(lambda: estimate_port(_open_run(port_file, out, parameter)), format_estimate, as_json)
     elif verify:
-        _report(lambda: prove_port(open_run(), workers=workers), format_proof, as_json)
+        _report(lambda: prove_port(_open_run(port_file, out, parameter), workers=workers), format_proof, as_json)
     else:
-        _report(lambda: convert_port(open_run(), verify=False, workers=workers), format_conversion, as_json)
+        _report(
+            lambda: convert_port(_open_run(port_file, out, parameter), verify=False, workers=workers),
+            format_conversion,
+            as_json,
+        )
 
 
 @app.command()
@@ -125,13 +121,12 @@ def build(
 ) -> None:
     """Build the engine where tensorrt_llm and a GPU are; elsewhere write the exact command line."""
     from porting_kit.steps.build import build_port, explain_log, format_build, format_log
-    from porting_kit.steps.context import open_port_run
 
     if log is not None:
         _report(lambda: explain_log(log), format_log, as_json)
 
     def call() -> Any:
-        run = open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))
+        run = _open_run(port_file, out, parameter)
         return build_port(run, plan_only=plan_only, keep_logits=keep_logits, time_limit_seconds=time_limit)
 
     _report(call, format_build, as_json)
@@ -150,28 +145,32 @@ def serving(
     as_json: AsJson = False,
 ) -> None:
     """Write the serving settings that go with the engine; find contradictions in existing serving files."""
-    from porting_kit.steps.context import open_port_run
     from porting_kit.steps.serving import format_serving, write_serving
 
     def call() -> Any:
-        run = open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))
+        run = _open_run(port_file, out, parameter)
         return write_serving(run, engine_dir=engine, check=check or ())
 
     _report(call, format_serving, as_json)
 
 
 @app.command()
-def align(port_file: PortFile, out: OutFolder = None, parameter: Overrides = None, as_json: AsJson = False) -> None:
+def align(
+    port_file: PortFile,
+    edited: Edited = False,
+    out: OutFolder = None,
+    parameter: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
     """Check that the port says what the base model says; where it does not, name the cause."""
-    from porting_kit.steps.context import open_port_run
     from porting_kit.steps.prompts import require_captured
 
     def call() -> Any:
-        run = open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))
+        run = _open_run(port_file, out, parameter)
         require_captured(run.port)  # before the import of torch, which takes seconds
         from porting_kit.steps.align import align_port
 
-        return align_port(run)
+        return align_port(run, edited=edited)
 
     def show(result: Any) -> str:
         from porting_kit.steps.align import format_alignment
@@ -186,17 +185,17 @@ def diagnose(
     port_file: PortFile,
     observed: Annotated[Path, typer.Option("--observed", help="Tokens of an engine: --output_npy or --output_csv.")],
     logits: Annotated[Path | None, typer.Option("--logits", help="Logits of that run: --output_logits_npy.")] = None,
+    edited: Edited = False,
     out: OutFolder = None,
     parameter: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which fault explains the tokens that an engine produced."""
-    from porting_kit.steps.context import open_port_run
     from porting_kit.steps.diagnose import diagnose_port, format_diagnosis
 
     def call() -> Any:
-        run = open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))
-        return diagnose_port(run, observed, logits)
+        run = _open_run(port_file, out, parameter)
+        return diagnose_port(run, observed, logits, edited=edited)
 
     _report(call, format_diagnosis, as_json)
 
@@ -204,11 +203,10 @@ def diagnose(
 @app.command()
 def report(port_file: PortFile, out: OutFolder = None, parameter: Overrides = None, as_json: AsJson = False) -> None:
     """Write the run's report as one HTML file that needs no network."""
-    from porting_kit.steps.context import open_port_run
     from porting_kit.steps.report import write_report
 
     _report(
-        lambda: write_report(open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))),
+        lambda: write_report(_open_run(port_file, out, parameter)),
         lambda result: f"{result.outcome.summary}\n{result.file}",
         as_json,
     )
@@ -317,16 +315,13 @@ def quantised(
 
     if port is not None:
         from porting_kit.steps.align import format_alignment
-        from porting_kit.steps.context import open_port_run
         from porting_kit.steps.quantised_alignment import align_quantised
 
         def align_call() -> Any:
             if base or heads or dequantised or max_draft_len is not None:
                 found = "--base, --heads, --dequantised or --max-draft-len"
                 raise PortFileError("with --port base, heads and tree are the port's", found=found)
-            return align_quantised(
-                open_port_run(port, run_folder=out, overrides=parse_overrides(parameter)), checkpoint
-            )
+            return align_quantised(_open_run(port, out, parameter), checkpoint)
 
         _report(align_call, format_alignment, as_json)
 
@@ -338,6 +333,13 @@ def quantised(
         )
 
     _report(call, format_quantised, as_json)
+
+
+def _open_run(port_file: Path, out: Path | None, parameter: Sequence[str] | None) -> Any:
+    """The port with its overrides, and its run folder."""
+    from porting_kit.steps.context import open_port_run
+
+    return open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))
 
 
 def parse_overrides(parameters: Sequence[str] | None) -> dict[str, Any]:

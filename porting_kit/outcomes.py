@@ -59,6 +59,7 @@ class StepOutcome:
         covered: what the verdict covered.
         figures: numbers and short texts, JSON-serialisable.
         products: file names relative to the run folder.
+        made: product -> what was known of it when the step finished, see `products`; only of what later steps rest on.
         inputs: name -> SHA-256 of everything the step read (see `run_folder`).
         seconds: wall time.
         failing_gate: the name of the gate that failed, None when none did.
@@ -70,6 +71,7 @@ class StepOutcome:
     covered: tuple[Coverage, ...] = ()
     figures: dict[str, Any] = field(default_factory=dict)
     products: tuple[str, ...] = ()
+    made: dict[str, dict[str, Any]] = field(default_factory=dict)
     inputs: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     failing_gate: str | None = None
@@ -100,4 +102,5 @@ class StepOutcome:
         fields["verdict"] = Verdict(fields["verdict"])
         fields["covered"] = tuple(Coverage(item) for item in fields["covered"])
         fields["products"] = tuple(fields["products"])
+        fields["made"] = {name: dict(known) for name, known in fields.get("made", {}).items()}
         return cls(**fields)

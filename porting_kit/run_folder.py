@@ -17,12 +17,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from porting_kit.errors import RunFolderError
 from porting_kit.outcomes import StepOutcome
+from porting_kit.products import find_edits
 
 STEPS = ("preflight", "patch", "convert", "build", "align", "report")
 PRODUCTS = {
@@ -101,7 +102,7 @@ class RunFolder:
             return None
         try:
             return StepOutcome.from_dict(read_json(path))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunFolderError(
                 f"the outcome of step {step!r} cannot be read", found=error, where=path, next_step="rerun the step"
             ) from error
@@ -132,6 +133,17 @@ class RunFolder:
                 next_step=f"rerun `porting-kit {step}`",
             )
         return outcome
+
+    def find_edits(self, outcome: StepOutcome) -> tuple[str, ...]:
+        """What became of a step's products since it finished, one clause each; none when they are as it made them.
+
+        New times of files with the same content are kept in the outcome, so that they are read once.
+        """
+        edits, renewed = find_edits(self.root, outcome.made)
+        if renewed:
+            with contextlib.suppress(OSError):  # a folder that may only be read
+                self.finish(replace(outcome, made={**outcome.made, **renewed}))
+        return tuple(f"{name}: {said}" for name, said in edits.items())
 
 
 def open_run_folder(root: Path, port_name: str) -> RunFolder:

@@ -6,7 +6,7 @@ judged by the base; the layers are compared one by one; a failure is given a cau
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,24 +42,26 @@ class AlignResult:
         return None if self.alignment is None else self.alignment.cause
 
     def document(self) -> dict[str, Any]:
-        """The `--json` document: the outcome's keys and the alignment's, which win where both have one."""
+        """The `--json` document: the outcome's keys and the alignment's, which win where both have one; but the
+        outcome's summary says more."""
         found = {} if self.alignment is None else self.alignment.as_dict()
         defaults = {
             "tokens_equal": None, "near_ties": None, "first_divergence": None, "tokens_per_step": None,
             "approximate_fit": None,
         }  # fmt: skip
-        return {**defaults, **self.outcome.as_dict(), **found}
+        return {**defaults, **self.outcome.as_dict(), **found, "summary": self.outcome.summary}
 
 
-def align_port(run: PortRun, session: AlignmentSession | None = None) -> AlignResult:
+def align_port(run: PortRun, session: AlignmentSession | None = None, *, edited: bool = False) -> AlignResult:
     """Align the run's checkpoint with its base.
 
     Args:
         run: the run; patch and convert are run first where they have not finished in it.
         session: the opened parts, for a caller that goes on using them; opened here when None.
+        edited: judge products that were edited since their step made them, and say so, instead of refusing them.
 
     Raises:
-        RunFolderError: a step before is stale.
+        RunFolderError: a step before is stale, or what it made was edited.
         BaseModelError: the base cannot be loaded, or is itself broken in the port's dtype.
         CheckpointError: prompts and new tokens are longer than the kernel fit reaches.
         CapturedFileError: files brought back do not belong to this port.
@@ -69,7 +71,7 @@ def align_port(run: PortRun, session: AlignmentSession | None = None) -> AlignRe
     join_ranks(run)
     if current_rank():
         return _follow(run)
-    require_steps(run, "patch", "convert")
+    edits = require_steps(run, "patch", "convert", edited=edited)
     wait_for_ranks()
     with running_step(run, "align") as watch:
         session = session or AlignmentSession(run)
@@ -83,7 +85,7 @@ def align_port(run: PortRun, session: AlignmentSession | None = None) -> AlignRe
         with replace_folder(run.folder.alignment) as folder:
             write_json(folder / RESULT_FILE, alignment.as_dict())
             session.write_tokens(folder / TOKENS_FILE, alignment)
-        outcome = _judge(alignment, session)
+        outcome = _judge(alignment, session, edits)
         return AlignResult(finish_step(run, outcome, watch), alignment, session.reference.tokenizer)
 
 
@@ -129,7 +131,7 @@ def _require_possible(run: PortRun) -> None:
         )
 
 
-def _judge(alignment: Any, session: AlignmentSession) -> StepOutcome:
+def _judge(alignment: Any, session: AlignmentSession, edits: Sequence[str] = ()) -> StepOutcome:
     document = alignment.as_dict()
     figures = {
         key: document[key]
@@ -141,10 +143,15 @@ def _judge(alignment: Any, session: AlignmentSession) -> StepOutcome:
     cause = alignment.cause or {}
     figures["next_step"] = cause.get("fix")
     summary = alignment.summary
-    changed = [change.describe() for change in session.checkpoint_check.fields]
-    figures["changed_fields"] = changed
+    check = session.checkpoint_check
+    fields = [change.describe() for change in check.fields]
+    tensors = [change.describe() for change in check.tensors] if edits else []  # reads both sides
+    figures |= {"edited": list(edits), "changed_fields": fields, "changed_tensors": tensors}
+    changed = [*fields, *tensors]
     if alignment.verdict is Verdict.PASS and changed:
         summary = f"{summary}; not what the rules write, without effect here: {'; '.join(changed)}"
+    if edits:
+        summary = f"{summary}; {describe_edits(edits)}"
     if cause.get("name"):
         summary = f"{summary.rstrip('.')}. Cause: {cause['name']}."
     return StepOutcome(
@@ -156,6 +163,11 @@ def _judge(alignment: Any, session: AlignmentSession) -> StepOutcome:
         products=(f"alignment/{RESULT_FILE}", f"alignment/{TOKENS_FILE}"),
         failing_gate=alignment.failing_gate,
     )
+
+
+def describe_edits(edits: Sequence[str]) -> str:
+    """What was judged although nobody but an editor made it, in one clause."""
+    return f"judged as edited since the step that made it: {'; '.join(edits)}"
 
 
 def run_kernel(session: AlignmentSession) -> str:

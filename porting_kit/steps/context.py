@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from porting_kit.architectures import use_family_file
 from porting_kit.errors import RunFolderError, VerdictFailed
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.port import Port, load_port
+from porting_kit.products import describe_products
 from porting_kit.provenance import fingerprint_path, hash_value
 from porting_kit.run_folder import MARKER, RunFolder, open_run_folder, read_json
 
@@ -69,10 +70,33 @@ class PortRun:
             hashes["base checkpoint files"] = fingerprint_path(self.port.base_checkpoint_path)
         if "heads" in fields:
             hashes["heads files"] = fingerprint_path(self.port.heads_path)
+        for name, file in _find_named_files(self.port, fields).items():
+            hashes[name] = fingerprint_path(file)
         if step in RESTS_ON_PRODUCTS:
             hashes["patched files"] = fingerprint_path(self.folder.patched)
             hashes["checkpoint"] = _fingerprint_checkpoint(self.folder.checkpoint)
         return hashes
+
+
+def find_tree_file(port: Port) -> Path | None:
+    """The file that a port reads its tree from; None for a tree that is named or written out."""
+    file = port.folder / port.tree if isinstance(port.tree, str) else None
+    return file if file is not None and file.is_file() else None
+
+
+def _find_named_files(port: Port, fields: Collection[str]) -> dict[str, Path]:
+    """Further files that some of the port's fields name."""
+    prompts, captured = port.alignment.prompts, port.alignment.captured
+    named: dict[str, Path | None] = {}
+    if "tree" in fields:
+        named["tree file"] = find_tree_file(port)
+    if "alignment" in fields:
+        is_file = isinstance(prompts, str) and prompts != "default"
+        named["prompts file"] = port.resolve_path(prompts) if is_file else None
+        named["captured file"] = (
+            port.resolve_path(captured) if captured is not None and port.engine == "captured" else None
+        )
+    return {name: file for name, file in named.items() if file is not None}
 
 
 def _fingerprint_checkpoint(folder: Path) -> str:
@@ -165,8 +189,9 @@ def running_step(run: PortRun, step: str) -> Iterator[Stopwatch]:
 
 
 def finish_step(run: PortRun, outcome: StepOutcome, watch: Stopwatch) -> StepOutcome:
-    """Stamp time and inputs on an outcome and write it, last."""
-    stamped = replace(outcome, seconds=round(watch.seconds, 3), inputs=run.inputs(outcome.step))
+    """Stamp time, inputs and, of what later steps rest on, the products on an outcome and write it, last."""
+    made = describe_products(run.folder.root, outcome.products) if outcome.step in MAKES_PRODUCTS else {}
+    stamped = replace(outcome, seconds=round(watch.seconds, 3), inputs=run.inputs(outcome.step), made=made)
     run.folder.finish(stamped)
     if outcome.step in MAKES_PRODUCTS:
         _name_stale_outcomes(run)

@@ -6,6 +6,7 @@ the capture script's file, from files of TensorRT-LLM's own run script, or of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from porting_kit.engine.output_files import find_logits_file
 from porting_kit.errors import CapturedFileError
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.run_folder import write_json, write_text
+from porting_kit.steps.align import describe_edits
 from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.captured_alignment import align_capture
 from porting_kit.steps.context import PortRun, Stopwatch
@@ -42,7 +44,7 @@ class DiagnoseResult:
         return {**found, "conclusion": found["verdict"], **self.outcome.as_dict()}
 
 
-def diagnose_port(run: PortRun, observed: Path, logits: Path | None = None) -> DiagnoseResult:
+def diagnose_port(run: PortRun, observed: Path, logits: Path | None = None, *, edited: bool = False) -> DiagnoseResult:
     """Rank the catalogue's faults by how well each explains an observation.
 
     Args:
@@ -50,10 +52,11 @@ def diagnose_port(run: PortRun, observed: Path, logits: Path | None = None) -> D
         observed: the capture script's file, or `--output_npy` or `--output_csv` of the run script, on the port's own
             prompts.
         logits: `--output_logits_npy`, which tells more faults apart.
+        edited: take products that were edited since their step made them, and say so, instead of refusing them.
 
     Raises:
         CapturedFileError: the files do not belong to this port's prompts.
-        RunFolderError: a step before is stale.
+        RunFolderError: a step before is stale, or what it made was edited.
     """
     for file in (observed, *([find_logits_file(logits)] if logits is not None else [])):
         if not file.is_file():
@@ -64,7 +67,7 @@ def diagnose_port(run: PortRun, observed: Path, logits: Path | None = None) -> D
                 where=file,
                 next_step="name a file of an engine",
             )
-    require_steps(run, "patch", "convert")
+    edits = require_steps(run, "patch", "convert", edited=edited)
     watch = Stopwatch()
     session = AlignmentSession(run, keeps_prompts=True)
     if is_capture_file(observed):
@@ -80,7 +83,7 @@ def diagnose_port(run: PortRun, observed: Path, logits: Path | None = None) -> D
     diagnosis = session.diagnose(judged, observation)
     write_json(run.folder.root / RESULT_FILE, diagnosis.as_dict())
     write_text(run.folder.root / PAGE_FILE, _render(run, diagnosis, judged))
-    return DiagnoseResult(_judge(diagnosis, watch.seconds), diagnosis)
+    return DiagnoseResult(_judge(diagnosis, watch.seconds, edits), diagnosis)
 
 
 def _read_observed(
@@ -104,14 +107,15 @@ def _render(run: PortRun, diagnosis: Diagnosis, judged: AlignmentResult) -> str:
     return render_diagnosis(run.port.name, diagnosis.as_dict(), judged.as_dict())
 
 
-def _judge(diagnosis: Diagnosis, seconds: float) -> StepOutcome:
+def _judge(diagnosis: Diagnosis, seconds: float, edits: Sequence[str]) -> StepOutcome:
     found = diagnosis.as_dict()
     healthy = diagnosis.is_healthy
+    figures = {"to_explain": diagnosis.to_explain, "observed": diagnosis.observed, "edited": list(edits)}
     return StepOutcome(
         "diagnose",
         Verdict.PASS if healthy else Verdict.FAIL,
-        diagnosis.verdict,
-        figures={"to_explain": diagnosis.to_explain, "observed": diagnosis.observed, "next_step": found["fix"]},
+        "; ".join([diagnosis.verdict, *([describe_edits(edits)] if edits else [])]),
+        figures={**figures, "next_step": found["fix"]},
         products=(RESULT_FILE, PAGE_FILE),
         seconds=round(seconds, 3),
         failing_gate=None if healthy else found["fault"] or "none of the known faults",
@@ -121,7 +125,7 @@ def _judge(diagnosis: Diagnosis, seconds: float) -> StepOutcome:
 def format_diagnosis(result: DiagnoseResult) -> str:
     """Cause, evidence, fix and ranking, for a terminal."""
     found = result.diagnosis.as_dict()
-    lines = [f"diagnosis: {result.diagnosis.verdict}"]
+    lines = [f"diagnosis: {result.outcome.summary}"]
     lines += [f"{part}: {found[part]}" for part in ("why", "fix", "source") if found[part]]
     if found["decided_by"]:
         lines.append(f"to decide between them: {found['decided_by']}")

@@ -29,7 +29,14 @@ from porting_kit.releases.pinning import Pin, pin_release
 from porting_kit.releases.shape import AttentionShape, attention_shape
 from porting_kit.run_folder import require_writable
 from porting_kit.source_tree import SourceTree, open_source_tree
-from porting_kit.steps.context import RUNS_FOLDER, PortRun, finish_step, open_port_run, running_step
+from porting_kit.steps.context import (
+    RUNS_FOLDER,
+    PortRun,
+    find_tree_file,
+    finish_step,
+    open_port_run,
+    running_step,
+)
 from porting_kit.steps.fit import plan_port_fit
 from porting_kit.steps.joined_base import open_joined_base
 from porting_kit.steps.port_gates import MAX_DRAFT_LEN, judge_gates, list_port_gates, list_resource_gates
@@ -230,10 +237,8 @@ def read_port_tree(port: Port, heads: HeadSet) -> MedusaTree:
     """
     if port.tree == "auto":
         return trim_tree(read_tree(STOCK_TREE), num_heads=heads.num_heads, max_draft_len=MAX_DRAFT_LEN)
-    spec = port.tree
-    if isinstance(spec, str) and (port.folder / spec).is_file():
-        spec = str(port.folder / spec)
-    tree = read_tree(spec)
+    file = find_tree_file(port)
+    tree = read_tree(port.tree if file is None else str(file))
     check_tree(tree, num_heads=heads.num_heads, max_draft_len=MAX_DRAFT_LEN)
     return tree
 

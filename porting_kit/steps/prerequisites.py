@@ -1,4 +1,4 @@
-"""Steps that rest on others: a missing one is run, a stale one is refused."""
+"""Steps that rest on others: a missing one is run; a stale one, or one whose products were edited, is refused."""
 
 from __future__ import annotations
 
@@ -6,22 +6,29 @@ import json
 import sys
 from typing import Any
 
-from porting_kit.errors import CheckpointError, PatchError
+from porting_kit.errors import CheckpointError, PatchError, RunFolderError
 from porting_kit.outcomes import Verdict
 from porting_kit.run_folder import explain_problem, read_json
 from porting_kit.steps.context import PortRun
 
 
-def require_steps(run: PortRun, *steps: str) -> None:
-    """Make sure that earlier steps have finished in this run folder from the inputs of today.
+def require_steps(run: PortRun, *steps: str, edited: bool = False) -> tuple[str, ...]:
+    """Make sure that earlier steps have finished in this run folder from the inputs of today, and made what is there.
 
     A step that never ran is run now, and said on stderr. One whose inputs changed since is refused: whoever changed
-    them must decide to run it again.
+    them must decide to run it again. So is one whose products were edited, unless they are to be judged as they are.
+
+    Args:
+        edited: take edited products; for steps that judge them.
+
+    Returns:
+        What was edited, one clause a file; see `products` for what is seen.
 
     Raises:
-        RunFolderError: a stale result.
+        RunFolderError: a stale result, or an edited one.
         PatchError: the model cannot be patched.
     """
+    found: tuple[str, ...] = ()
     for step in steps:
         if run.folder.outcome(step) is None:
             print(f"{step}: not run in {run.folder.root.name} yet, running it now", file=sys.stderr)
@@ -34,6 +41,17 @@ def require_steps(run: PortRun, *steps: str) -> None:
                 where=run.folder.step(step),
                 next_step=outcome.figures.get("next_step"),
             )
+        edits = run.folder.find_edits(outcome)
+        if edits and not edited:
+            raise RunFolderError(
+                f"what step {step!r} made was edited since",
+                expected=f"the files as `porting-kit {step}` wrote them",
+                found="; ".join(edits),
+                where=run.folder.root,
+                next_step=f"rerun `porting-kit {step}`; `porting-kit align --edited` judges the edit",
+            )
+        found = (*found, *edits)
+    return found
 
 
 def read_checkpoint_document(run: PortRun, name: str = "config.json") -> Any:

@@ -48,18 +48,21 @@ def write_report(run: PortRun) -> ReportResult:
 
 
 def read_outcomes(run: PortRun) -> dict[str, StepOutcome]:
-    """The outcomes of the steps before the report that have finished, in order; a stale one counts as not run."""
+    """The outcomes of the steps before the report that have finished, in order; a stale one counts as not run, and so
+    does one whose products were edited."""
     found = {step: run.folder.outcome(step) for step in CHECKED_STEPS}
-    return {step: _refuse_stale(run, outcome) for step, outcome in found.items() if outcome is not None}
+    return {step: _refuse_changed(run, outcome) for step, outcome in found.items() if outcome is not None}
 
 
-def _refuse_stale(run: PortRun, outcome: StepOutcome) -> StepOutcome:
-    """The outcome, or one that says it was made from other settings or files than those of today."""
+def _refuse_changed(run: PortRun, outcome: StepOutcome) -> StepOutcome:
+    """The outcome, or one that says that its inputs, or what it made, are not those of today."""
     changed = outcome.changed_inputs(run.inputs(outcome.step))
-    if not changed:
+    edits = run.folder.find_edits(outcome)
+    if not changed and not edits:
         return outcome
-    summary = f"stale, rerun it: {', '.join(changed)} changed since"
-    return StepOutcome(outcome.step, Verdict.NOT_RUN, summary, failing_gate=f"{outcome.step} is stale")
+    how, what = ("stale", f"{', '.join(changed)} changed since") if changed else ("edited", "; ".join(edits))
+    summary = f"{how}, rerun it: {what}"
+    return StepOutcome(outcome.step, Verdict.NOT_RUN, summary, failing_gate=f"{outcome.step} is {how}")
 
 
 def combine_outcomes(outcomes: Mapping[str, StepOutcome]) -> StepOutcome:

@@ -205,6 +205,7 @@ def _record_failure(
         summary=failure.headline,
         figures={**(outcome.figures if outcome else {}), "error": failure.name, "message": failure.message},
         products=outcome.products if outcome else (),
+        made=outcome.made if outcome else {},
         inputs=run.inputs(notebook.step),
         seconds=round(seconds, 3),
         failing_gate=failure.headline if is_gate else f"{failure.name} in {notebook.file.name}",

@@ -352,5 +352,8 @@ def test_align_refuses_products_that_were_damaged_since(port: PortFolder, tmp_pa
     fault(out)
     code, document, stderr = call("align", port.file, "--out", out)
     assert code == 2, stderr
+    assert "was edited since" in document["error"]["subject"]
+    code, document, stderr = call("align", port.file, "--out", out, "--edited")
+    assert code == 2, stderr
     assert PRODUCT_FAULTS[fault] in json.dumps(document["error"])
     assert not (out / "align" / "outcome.json").exists()

@@ -116,21 +116,22 @@ def test_later_outcomes_outlive_a_step_that_gives_the_same_again_and_no_other(po
 
 
 @pytest.mark.parametrize(
-    ("product", "said"),
+    ("step", "product", "said"),
     [
-        ("patched/medusa_bloom.py", "patched files"),
-        ("checkpoint/config.json", "checkpoint"),
-        ("checkpoint/medusa_choices.json", "checkpoint"),
+        ("patch", "patched/medusa_bloom.py", "patched files"),
+        ("convert", "checkpoint/config.json", "checkpoint"),
+        ("convert", "checkpoint/medusa_choices.json", "checkpoint"),
     ],
 )
-def test_a_product_changed_behind_the_alignment_makes_it_stale(port: PortFolder, tmp_path, product, said):
+def test_a_product_changed_behind_the_alignment_makes_it_stale(port: PortFolder, tmp_path, step, product, said):
     out = tmp_path / "run"
     call("align", port.file, "--out", out)
     file = out / product
     file.write_text(file.read_text() + "\n")
     document = call("report", port.file, "--out", out)[1]
     assert document["verdict"] == "not_run"
-    assert f"stale, rerun it: {said} changed" in document["summary"]
+    assert document["summary"].startswith(f"{step}: edited, rerun it: {product}: ")
+    assert f"stale, rerun it: {said} changed" in (out / "report.html").read_text()
 
 
 def test_captured_tokens_of_the_run_script_are_aligned(port: PortFolder, tmp_path):

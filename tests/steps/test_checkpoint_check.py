@@ -105,7 +105,7 @@ def said_of(result: AlignResult) -> dict[str, Any]:
 def test_a_changed_field_is_the_cause(port_of, tmp_path, family, field, value, expected, fault) -> None:
     run = open_converted(port_of(family), tmp_path / "run")
     edit_config(run.folder.checkpoint, **{field: value})
-    result = align_port(run)
+    result = align_port(run, edited=True)
     cause = said_of(result)
     (change,) = cause["changes"]
     assert change["name"] == f"config.json: {field}"
@@ -133,7 +133,7 @@ def test_a_changed_field_is_the_cause(port_of, tmp_path, family, field, value, e
 def test_changed_tensors_are_the_cause(port_of, tmp_path, family, change, names, fault) -> None:
     run = open_converted(port_of(family), tmp_path / "run")
     change_ranks(run.folder.checkpoint, change)
-    cause = said_of(align_port(run))
+    cause = said_of(align_port(run, edited=True))
     assert cause["fault"] == fault
     assert len(cause["changes"]) == len(names)
     for found, name in zip(sorted(cause["changes"], key=lambda one: one["name"]), sorted(names), strict=True):
@@ -148,7 +148,7 @@ def test_two_changes_are_both_named(port_of, tmp_path) -> None:
     run = open_converted(port_of("qwen2"), tmp_path / "run")
     change_ranks(run.folder.checkpoint, zero(".qkv.bias"))
     edit_config(run.folder.checkpoint, rotary_base=10000.0)
-    cause = said_of(align_port(run))
+    cause = said_of(align_port(run, edited=True))
     assert set(cause["fault"].split(" + ")) == {"qkv_bias_dropped", "rope_base_lost"}
     assert [change["name"].rpartition(".")[2] for change in cause["changes"]] == ["json: rotary_base", "bias"]
 
@@ -158,7 +158,7 @@ def test_a_field_that_no_model_can_be_built_with_is_named(port_of, tmp_path, fie
     run = open_converted(port_of("qwen2"), tmp_path / "run")
     edit_config(run.folder.checkpoint, **{field: value})
     with pytest.raises(CheckpointError, match=f"{field}: expected {expected}, found {value}") as caught:
-        align_port(run)
+        align_port(run, edited=True)
     assert "not the same shape" in caught.value.found
     assert caught.value.exit_code == 2
 
@@ -167,7 +167,7 @@ def test_a_field_without_effect_is_said_of_a_pass(port_of, tmp_path) -> None:
     run = open_converted(port_of("qwen2"), tmp_path / "run")
     assert align_port(run).outcome.figures["changed_fields"] == []
     edit_config(run.folder.checkpoint, seq_length=77, own_field=1)
-    outcome = align_port(run).outcome
+    outcome = align_port(run, edited=True).outcome
     assert outcome.verdict is Verdict.PASS
     assert "seq_length: expected 8192, found 77" in outcome.summary
     assert "own_field: expected no such field, found 1" in outcome.summary
@@ -183,7 +183,7 @@ def test_what_another_run_emitted_is_not_put_down_to_a_harmless_field(port_of, t
         emitted[row, ..., new] = (ids[row, ..., new] * 7 + 5) % 80 + 5  # no fault of the list, and no end
     numpy.save(tmp_path / "emitted.npy", emitted)
     edit_config(run.folder.checkpoint, own_field=1)
-    diagnosis = diagnose_port(run, tmp_path / "emitted.npy").diagnosis
+    diagnosis = diagnose_port(run, tmp_path / "emitted.npy", edited=True).diagnosis
     assert diagnosis.changes == ()
     assert "own_field" not in diagnosis.verdict
     assert "own_field" in diagnosis.evidence[-1]
@@ -195,7 +195,7 @@ def test_a_right_run_is_not_blamed_for_this_checkpoint(port_of, tmp_path) -> Non
     align_port(run)
     shutil.copy(run.folder.root / "alignment" / "output_ids.npy", tmp_path / "right.npy")
     change_ranks(run.folder.checkpoint, swap("fc", "gate"))
-    diagnosis = diagnose_port(run, tmp_path / "right.npy").diagnosis
+    diagnosis = diagnose_port(run, tmp_path / "right.npy", edited=True).diagnosis
     assert [fault.name for fault in diagnosis.causes] == ["gate_and_up_swapped"]
     assert "the checkpoint is not what the rules make of its base" in diagnosis.verdict
 
@@ -212,7 +212,7 @@ def test_a_tensor_that_is_missing_is_named(port_of, tmp_path) -> None:
     run = open_converted(port_of("qwen2"), tmp_path / "run")
     change_ranks(run.folder.checkpoint, drop("transformer.layers.0.mlp.proj.weight"))
     with pytest.raises(CheckpointError, match="no model can run from this checkpoint") as caught:
-        align_port(run)
+        align_port(run, edited=True)
     assert "layers.0.mlp.proj.weight: float32" in caught.value.expected
     assert caught.value.found.startswith("no such tensor")
 
@@ -222,7 +222,7 @@ def test_a_config_that_is_no_object_is_refused(port_of, tmp_path, text, said) ->
     run = open_converted(port_of("qwen2"), tmp_path / "run")
     (run.folder.checkpoint / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match="damaged") as caught:
-        align_port(run)
+        align_port(run, edited=True)
     assert said in caught.value.found
 
 
@@ -230,7 +230,7 @@ def test_a_value_of_the_wrong_type_is_named(port_of, tmp_path) -> None:
     run = open_converted(port_of("qwen2"), tmp_path / "run")
     edit_config(run.folder.checkpoint, norm_epsilon="1e-6")
     with pytest.raises(CheckpointError, match=r"no model can run from this config\.json") as caught:
-        align_port(run)
+        align_port(run, edited=True)
     assert caught.value.expected.startswith("config.json: norm_epsilon")
 
 
@@ -244,10 +244,10 @@ def test_a_base_checkpoint_of_another_converter_is_held_against_the_base(port_of
     assert align_port(run).outcome.figures["changed_fields"] == []
     change_ranks(foreign, zero(".qkv.bias"))
     run = open_converted(port, tmp_path / "wrong", base_checkpoint=str(foreign))
-    cause = said_of(align_port(run))
+    cause = said_of(align_port(run, edited=True))
     assert cause["fault"] == "qkv_bias_dropped"
     edit_config(run.folder.checkpoint, rotary_base=10000.0)
-    cause = said_of(align_port(run))
+    cause = said_of(align_port(run, edited=True))
     assert set(cause["fault"].split(" + ")) == {"qkv_bias_dropped", "rope_base_lost"}
     assert "set rotary_base to 1000000.0 in the checkpoint's config.json" in cause["fix"]
     assert "correct these tensors in the base checkpoint's rank files" in cause["fix"]
@@ -259,7 +259,7 @@ def test_a_base_checkpoint_of_another_converter_is_held_against_the_base(port_of
 def test_fields_of_several_ranks_are_compared_too(port_of, tmp_path) -> None:
     run = open_converted(port_of("qwen2"), tmp_path / "run", **{"target.tp_size": 2})
     edit_config(run.folder.checkpoint, rotary_base=500.0)
-    cause = said_of(align_port(run))
+    cause = said_of(align_port(run, edited=True))
     assert [change["name"] for change in cause["changes"]] == ["config.json: rotary_base"]
 
 

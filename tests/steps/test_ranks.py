@@ -35,7 +35,7 @@ def test_a_bias_cut_wrongly_fails_and_is_named(port: Path, tmp_path: Path) -> No
     run = open_run(port, tmp_path / "run", tp_size=2)
     convert_port(run)
     change_ranks(run.folder.checkpoint, lambda ranks: cut_bias_equally(ranks, f"{QKV}.bias", 2, 1, 8))
-    result = align_port(run)
+    result = align_port(run, edited=True)
     assert result.outcome.verdict is Verdict.FAIL
     assert result.cause is not None
     assert result.cause["fault"] == "fused tensor cut into equal parts"
@@ -66,7 +66,7 @@ def test_a_wrong_cut_fails_and_is_named(tp_size: int, change, fault: str, port: 
     run = open_run(port, tmp_path / "run", tp_size=tp_size)
     convert_port(run)
     change_ranks(run.folder.checkpoint, change)
-    result = align_port(run)
+    result = align_port(run, edited=True)
     assert result.outcome.verdict is Verdict.FAIL
     assert result.cause is not None
     assert result.cause["fault"] == fault
@@ -80,7 +80,7 @@ def test_a_fault_that_is_none_of_cutting_is_named_too(port: Path, tmp_path: Path
     file = run.folder.checkpoint / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "rotary_base": 10.0}))
-    result = align_port(run)
+    result = align_port(run, edited=True)
     assert result.outcome.verdict is Verdict.FAIL
     assert result.cause is not None
     assert result.cause.get("kind") != "sharding"
@@ -157,7 +157,7 @@ def test_an_error_of_any_rank_is_raised_again(port: Path, tmp_path: Path) -> Non
     convert_port(run)
     (run.folder.checkpoint / "rank1.safetensors").unlink()
     with pytest.raises(CheckpointError, match="a checkpoint file is missing"):
-        align_port(run)
+        align_port(run, edited=True)
 
 
 def test_other_ranks_wait_for_the_first_to_make_the_run_folder(port: Path, tmp_path: Path, monkeypatch) -> None:
