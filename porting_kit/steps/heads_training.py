@@ -85,6 +85,7 @@ def train_port_heads(
             "a text and the number of its prompts belong together",
             expected="--data TEXT and --prompts above 0, or neither",
             found=f"{'no text' if data is None else data} and {chosen.prompts} prompts",
+            next_step="give the text, or leave --prompts out",
         )
     texts = [] if data is None else read_data_for(run.port, data)
     if chosen.self_chat:
