@@ -3,8 +3,9 @@
 Run `python -m tests.benchmarks.gpu_decode --base BASE --data TEXT [--only PART ...] [--json]` on a machine with a CUDA
 GPU. Parts:
 
-    heads    accuracy by head and tokens per step on continuations of held-out text, stock tree and trees chosen on
-             other prompts; predicted (replayed ranks of the other prompts) against measured (decoding)
+    heads    accuracy by head and tokens per step on continuations of held-out text, and of questions that the base
+             asks itself: stock tree and trees chosen on other prompts; predicted (replayed ranks of the other
+             prompts) against measured (decoding)
     smollm2  time per step of plain greedy and of Medusa in the same loop, and Hugging Face's `generate`
     bloom, qwen2   the same for random weights of 7B shape; no accept lengths, which random heads do not have
 
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 
-from porting_kit.alignment.reference import Reference, load_reference, reference_from_model
+from porting_kit.alignment.reference import Reference, load_reference
 from porting_kit.conversion.convert import checkpoint_tensors
 from porting_kit.conversion.heads import read_head_set
 from porting_kit.emulator import gpu_products, open_emulator
@@ -35,6 +36,7 @@ from porting_kit.medusa.decoding import generate_greedy, generate_medusa
 from porting_kit.medusa.fused_loop import NOT_FORESEEN, likely_last
 from porting_kit.medusa.head_ranks import ReplayedSteps, measure_accuracy, measure_ranks, replay_tree
 from porting_kit.medusa.heads import load_heads
+from porting_kit.medusa.self_chat import sample_questions
 from porting_kit.medusa.self_distillation import Frame, build_chat_frame, continue_greedily, cut_prompts
 from porting_kit.medusa.training_text import read_text, split_held_out
 from porting_kit.medusa.tree import MedusaTree, read_tree
@@ -42,17 +44,10 @@ from porting_kit.medusa.tree_choice import TreeLimits, count_paths, trace_curve
 from porting_kit.patching import build_medusa_module
 from porting_kit.source_tree import open_source_tree
 from tests.benchmarks.heads_page import keep_figures
+from tests.benchmarks.random_shapes import random_port, random_reference
 
 HEADS = Path(__file__).resolve().parents[2] / "notebooks" / "ports" / "smollm2" / "heads"
-SHAPES = {
-    "bloom": ("BloomForCausalLM", {"hidden_size": 4096, "num_hidden_layers": 30, "num_attention_heads": 32}
-              | {"num_key_value_heads": 32, "intermediate_size": 16384, "vocab_size": 250880, "hidden_act": "gelu"}
-              | {"position_embedding_type": "alibi"}),
-    "qwen2": ("Qwen2ForCausalLM", {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28}
-              | {"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064, "hidden_act": "silu"}
-              | {"position_embedding_type": "rope_gpt_neox", "rotary_base": 1e6, "qwen_type": "qwen2"}),
-}  # fmt: skip
-CONTEXT_TOKENS = 128
+CONTEXT_TOKENS, QUESTION_SEED = 128, 10_007
 REFERENCE_PROMPTS, COMPARED_TEXTS = 3, 4
 PROFILES: list[bool] = []
 
@@ -254,70 +249,6 @@ def profile_steps(model: Any, kernels: int = 14) -> dict[str, Any]:
     return found
 
 
-def random_port(family: str, num_heads: int = 4) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A model of 7B shape in float16 with random weights; its heads share the base's output matrix."""
-    source = open_source_tree("bundled")
-    emulator = open_emulator(source, device="cuda")
-    architecture, sizes = SHAPES[family]
-    config = {
-        "architecture": architecture,
-        "dtype": "float16",
-        "logits_dtype": "float32",
-        "max_position_embeddings": 2048,
-        "norm_epsilon": 1e-5,
-        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
-        "num_medusa_heads": num_heads,
-        "num_medusa_layers": 1,
-        "max_draft_len": 63,
-        **sizes,
-    }
-    module = build_medusa_module(source, architecture)
-    loaded = emulator.namespace.load_source(module.source)
-    utils = emulator.namespace.import_module("tensorrt_llm.models.modeling_utils")
-    skeleton = getattr(loaded, module.class_name)(utils.PretrainedConfig.from_dict(dict(config)))
-    torch.manual_seed(0)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in skeleton.named_parameters():
-        if parameter.is_inited():
-            continue
-        if name.startswith("medusa_heads") and name.endswith("lm_head.weight"):
-            continue
-        tensor = torch.randn(parameter.shape, dtype=torch.float16, device="cuda") * 0.02
-        tensors[name] = tensor + 1 if "norm" in name or "ln_" in name else tensor
-    if family == "bloom":  # tied, as the published Bloom models are
-        tensors["lm_head.weight"] = tensors["transformer.vocab_embedding.weight"]
-    for head in range(num_heads):
-        tensors[f"medusa_heads.{head}.lm_head.weight"] = tensors["lm_head.weight"]
-    model = emulator.build_model(config, tensors, module_source=module.source, class_name=module.class_name)
-    return model, tensors
-
-
-def random_reference(family: str) -> Reference:
-    """The Hugging Face model of the same shape, in float16 on the GPU, random weights."""
-    import transformers
-
-    _, sizes = SHAPES[family]
-    if family == "bloom":
-        config = transformers.BloomConfig(
-            vocab_size=sizes["vocab_size"], hidden_size=4096, n_layer=30, n_head=32, eos_token_id=None
-        )
-        kind = transformers.BloomForCausalLM
-    else:
-        names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-        config = transformers.Qwen2Config(
-            **{name: sizes[name] for name in names}, intermediate_size=18944, eos_token_id=None
-        )
-        kind = transformers.Qwen2ForCausalLM
-    torch.set_default_dtype(torch.float16)
-    try:
-        with torch.device("cuda"):
-            model = kind(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    model.generation_config.eos_token_id = None
-    return reference_from_model(model)
-
-
 def time_reference(family: str, prompts: list[list[int]]) -> float:
     """Milliseconds a token of Hugging Face's generate at 7B shape."""
     reference = random_reference(family)
@@ -339,14 +270,43 @@ def measure_random(family: str, *, compiles: bool) -> dict[str, Any]:
     return row
 
 
-def measure_heads(
-    reference: Reference, model: Any, text: Path, rows: int, new_tokens: int, sizes: Sequence[int], *, has_stock: bool
-) -> tuple[dict[str, Any], Any]:
-    """Accuracy and tokens per step on text that was not trained on; returns the figures and the chosen tree."""
-    instructions = ("Explain this in simple words: ",)
-    frames = (Frame(), *(build_chat_frame(reference.tokenizer, text) for text in instructions))
+def cut_text(tokenizer: Any, text: Path, count: int, seed: int) -> list[list[int]]:
+    """Prompts of text that was held out from training, half of them in a chat frame."""
+    frames = (Frame(), build_chat_frame(tokenizer, "Explain this in simple words: "))
     held_out = split_held_out(read_text(text))[1]
-    prompts = cut_prompts(reference.tokenizer, held_out, lengths_tokens=(32,), limit=2 * rows, seed=7, frames=frames)
+    return cut_prompts(tokenizer, held_out, lengths_tokens=(32,), limit=count, seed=seed, frames=frames)
+
+
+def ask_base(reference: Reference, count: int) -> list[list[int]]:
+    """Questions that the base writes itself, from a seed that no training used; as in training some are asked twice."""
+    asked = sample_questions(
+        reference.model,
+        reference.tokenizer,
+        count,
+        seed=QUESTION_SEED,
+        max_tokens=96,
+        temperature=0.9,
+        top_p=0.95,
+        batch_rows=1024,
+        report=lambda line: None,
+    )
+    return [list(prompt) for prompt in asked.prompts]
+
+
+def measure_heads(
+    reference: Reference,
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    sizes: Sequence[int],
+    *,
+    has_stock: bool,
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Accuracy and tokens per step: trees are chosen on the first half of the prompts and judged on the other.
+
+    Returns:
+        the figures, and the ranks that trees are chosen from.
+    """
     heads, matrix = load_heads(HEADS).to(reference.device), reference.model.get_output_embeddings()
 
     def rank(chosen: list[list[int]]) -> torch.Tensor:
@@ -363,19 +323,16 @@ def measure_heads(
     trees = {f"best {n}": curve.tree(n) for n in sizes}
     trees |= {"mc_sim_7b_63": read_tree("mc_sim_7b_63")} if has_stock else {}
     chosen_s = time.perf_counter() - started
-    groups: dict[int, list[list[int]]] = {}
-    for prompt in asked:
-        groups.setdefault(len(prompt), []).append(prompt)
+    asked = sorted(asked, key=len)
     out = {}
     for name, tree in trees.items():
         predicted = replay_tree(calibration, tree.nodes[1:]).tokens_per_step
         replayed = replay_tree(judged, tree.nodes[1:])
         tokens = steps = texts = 0
-        for group in groups.values():
-            for start in range(0, len(group), 64):
-                run = generate_medusa(model, tree, group[start : start + 64], new_tokens, reference.settings.end_ids)
-                tokens += run.num_tokens - len(run.tokens)
-                steps, texts = steps + run.num_steps, texts + len(run.tokens)
+        for start in range(0, len(asked), 64):
+            run = generate_medusa(model, tree, asked[start : start + 64], new_tokens, reference.settings.end_ids)
+            tokens += run.num_tokens - len(run.tokens)
+            steps, texts = steps + run.num_steps, texts + len(run.tokens)
         out[name] = {
             "nodes": tree.num_nodes,
             "predicted": predicted,
@@ -394,7 +351,7 @@ def measure_heads(
         "curve": [[point.nodes, round(point.mean_tokens, 4)] for point in curve.points],
         "chosen": {str(n): curve.tree(n).choices() for n in sizes},
     }
-    return figures, curve
+    return figures, calibration
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -440,27 +397,22 @@ def main(arguments: list[str] | None = None) -> int:
         )
         trees = {"shipped": read_tree(str(HEADS / "tree.json"))}
         if "heads" in options.only:
-            figures, curve = measure_heads(
-                reference,
-                model,
-                options.data,
-                options.rows,
-                options.new_tokens,
-                options.sizes,
-                has_stock=not options.no_stock,
-            )
-            keep("heads", figures)
+            measured, chosen_from = (options.new_tokens, options.sizes), []
+            for name, prompts in (
+                ("heads", cut_text(reference.tokenizer, options.data, 2 * options.rows, seed=7)),
+                ("questions", ask_base(reference, 2 * options.rows)),
+            ):
+                figures, ranks = measure_heads(reference, model, prompts, *measured, has_stock=not options.no_stock)
+                keep(name, figures)
+                chosen_from.append(ranks)
+            curve = trace_curve(count_paths(torch.cat(chosen_from), TreeLimits()), TreeLimits())
             trees = {f"best {n}": curve.tree(n) for n in options.sizes}
         elif options.chosen:
             chosen = json.loads(options.chosen.read_text(encoding="utf-8"))["heads"]["chosen"]
             trees = {f"best {n}": read_tree(choices) for n, choices in chosen.items()}
         if "smollm2" in options.only:
             model.decoders.compiles = options.compile
-            frame = build_chat_frame(reference.tokenizer, "Explain this in simple words: ")
-            held_out = split_held_out(read_text(options.data))[1]
-            prompts = cut_prompts(
-                reference.tokenizer, held_out, lengths_tokens=(32,), limit=56, seed=11, frames=(Frame(), frame)
-            )
+            prompts = [*cut_text(reference.tokenizer, options.data, 28, seed=11), *ask_base(reference, 28)]
             trees |= {"mc_sim_7b_63": read_tree("mc_sim_7b_63")}
             model.decoders.keep = 1 + len(trees)
             keep(

@@ -17,13 +17,14 @@ HOWTO = Path(__file__).resolve().parents[2] / "notebooks" / "howto"
 PAGE, FIGURES = HOWTO / "heads_and_trees.md", HOWTO / "figures" / "heads_speed.json"
 START, END = "<!-- measured -->\n", "<!-- end measured -->\n"
 NAMES = {"bloom": "Bloom", "qwen2": "Qwen2", "mc_sim_7b_63": "stock, 64 nodes"}
+KINDS = {"heads": "documentation", "questions": "questions"}
 UNKEPT = ("curve", "chosen", "programs", "choice_seconds")
 
 
 def keep_figures(document: Mapping[str, Any]) -> None:
     """Put the parts of a run into the kept figures; parts that the run did not have stay as they were."""
     kept = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.is_file() else {}
-    for part in ("bloom", "qwen2", "heads", "smollm2"):
+    for part in ("bloom", "qwen2", "heads", "questions", "smollm2"):
         if part in document and "error" not in document[part]:
             row = {name: value for name, value in document[part].items() if name not in UNKEPT}
             kept[part] = {"device": document["device"], "torch": document["torch"], **round_numbers(row)}
@@ -41,73 +42,78 @@ def round_numbers(value: Any) -> Any:
 
 def write_section(figures: Mapping[str, Any]) -> str:
     """What the page says between its marks."""
-    parts = [write_shapes(figures), write_acceptance(figures["heads"]), write_smollm2(figures)]
+    parts = [write_shapes(figures), write_acceptance(figures), write_smollm2(figures)]
     return "\n\n".join(parts) + "\n"
 
 
 def write_shapes(figures: Mapping[str, Any]) -> str:
-    """Steps of 7B shape against the bytes they read."""
+    """Steps of 7B shape against the bytes they read; the mean step where heads end as SmolLM2's do."""
     shapes = [name for name in ("bloom", "qwen2") if name in figures]
+    share = figures["heads"]["trees"]["mc_sim_7b_63"]["ends_foreseen"]
     lines = [
-        "| 7B shape | greedy step | floor | over the floor | 64-node Medusa step | over greedy | Hugging Face token |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| 7B shape | greedy step | floor | over the floor | 64-node Medusa step: end foreseen | not foreseen "
+        f"| mean, {share:.0%} foreseen | Hugging Face token |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in shapes:
         row = figures[name]
-        greedy, medusa = row["device_step_ms"]["1 nodes"], row["device_step_ms"]["64 nodes"]
-        floor = row["floor_ms"]["greedy"]
+        steps, floor = row["device_step_ms"], row["floor_ms"]["greedy"]
+        greedy, foreseen, other = (steps[key] for key in ("1 nodes", "64 nodes", "64 nodes, not foreseen"))
+        mean = share * foreseen + (1 - share) * other
+        medusa = " | ".join(f"{step:.2f} ms, {step / greedy:.2f} greedy" for step in (foreseen, other, mean))
         lines.append(
-            f"| {NAMES[name]} | {greedy:.2f} ms | {floor:.2f} ms | {greedy / floor:.2f} | {medusa:.2f} ms "
-            f"| {medusa / greedy:.2f} | {row['transformers_ms_per_token']:.1f} ms |"
+            f"| {NAMES[name]} | {greedy:.2f} ms | {floor:.2f} ms | {greedy / floor:.2f} | {medusa} "
+            f"| {row['transformers_ms_per_token']:.1f} ms |"
         )
     return "\n".join(lines)
 
 
-def write_acceptance(heads: Mapping[str, Any]) -> str:
-    """Accuracy by head, and tokens a step predicted and measured."""
-    lines = [
-        "| SmolLM2's heads | "
-        + " | ".join(f"head {row['head'] + 1}" for row in heads["accuracy_on_judged_rows"])
-        + " |"
-    ]
-    lines.append("| --- |" + " --- |" * len(heads["accuracy_on_judged_rows"]))
-    for key, title in (("top1", "top-1"), ("top5", "top-5")):
-        shares = (f"{row[key]:.1%}" for row in heads["accuracy_on_judged_rows"])
-        lines.append(f"| {title} | " + " | ".join(shares) + " |")
-    lines += ["", "| tree | nodes | predicted tokens a step | measured | measured / predicted | texts |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
-    for name, row in heads["trees"].items():
-        title = NAMES.get(name, name.replace("best", "chosen,") + " nodes")
-        lines.append(
-            f"| {title} | {row['nodes']} | {row['predicted']:.3f} | {row['measured']:.3f} "
-            f"| {row['measured_over_predicted']:.3f} | {row['texts']} |"
-        )
+def write_acceptance(figures: Mapping[str, Any]) -> str:
+    """Accuracy by head, and tokens a step predicted and measured, of each kind of prompts."""
+    heads = [f"head {row['head'] + 1}" for row in figures["heads"]["accuracy_on_judged_rows"]]
+    lines = ["| SmolLM2's heads: top-1, top-5 | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(heads)]
+    for part, kind in KINDS.items():
+        shares = (f"{row['top1']:.1%}, {row['top5']:.1%}" for row in figures[part]["accuracy_on_judged_rows"])
+        lines.append(f"| {kind} | " + " | ".join(shares) + " |")
+    lines += ["", "| prompts | tree | nodes | predicted tokens a step | measured | measured / predicted | texts |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for part, kind in KINDS.items():
+        for name, row in figures[part]["trees"].items():
+            lines.append(
+                f"| {kind} | {_title(name)} | {row['nodes']} | {row['predicted']:.3f} | {row['measured']:.3f} "
+                f"| {row['measured_over_predicted']:.3f} | {row['texts']} |"
+            )
     return "\n".join(lines)
 
 
 def write_smollm2(figures: Mapping[str, Any]) -> str:
-    """Step times of SmolLM2, what its tokens a step make of them, and what the clock says of whole texts."""
-    row, trees = figures["smollm2"], figures["heads"]["trees"]
-    steps, by_clock = row["device_step_ms"], row["speedup_over_greedy"]
+    """Step times of SmolLM2, what its tokens a step make of them, and what the clock says of both kinds of prompts."""
+    row = figures["smollm2"]
+    steps, by_clock, decode = row["device_step_ms"], row["speedup_over_greedy"], row["decode_ms_per_token"]
     greedy = steps["1 nodes"]
-    lines = [
-        "| SmolLM2 | step | over greedy | tokens a step | faster than greedy | whole texts, by the clock |",
-        "| --- | --- | --- | --- | --- | --- |",
-        f"| greedy | {greedy:.2f} ms | 1 | 1 | 1 | 1 |",
-    ]
-    for name, tree in trees.items():
+    gains = [f"faster than greedy: {kind}" for kind in KINDS.values()]
+    heads = ["SmolLM2", "step", "over greedy", *gains, "by the clock, after the context phase", "whole texts"]
+    lines = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
+    lines.append(f"| greedy | {greedy:.2f} ms | 1 |{' 1 |' * (len(heads) - 3)}")
+    for name, tree in figures["heads"]["trees"].items():
         step = steps.get(f"{tree['nodes']} nodes")
         if step is None:
             continue
-        title = NAMES.get(name, name.replace("best", "chosen,") + " nodes")
+        measured = (figures[part]["trees"][name]["measured"] for part in KINDS)
+        gains = " | ".join(f"{tokens * greedy / step:.2f}" for tokens in measured)
         lines.append(
-            f"| {title} | {step:.2f} ms | {step / greedy:.2f} | {tree['measured']:.2f} "
-            f"| {tree['measured'] * greedy / step:.2f} | {by_clock[name]:.2f} |"
+            f"| {_title(name)} | {step:.2f} ms | {step / greedy:.2f} | {gains} "
+            f"| {decode['greedy'] / decode[name]:.2f} | {by_clock[name]:.2f} |"
         )
     theirs = row["step_ms"]["transformers generate"]
     against = 1 / row["speedup_over_transformers"]["greedy"]
-    lines.append(f"| Hugging Face `generate`, {theirs:.1f} ms a token | | | 1 | | {against:.2f} |")
+    empty = " |" * (len(heads) - 2)
+    lines.append(f"| Hugging Face `generate`, {theirs:.1f} ms a token |{empty} {against:.2f} |")
     return "\n".join(lines)
+
+
+def _title(name: str) -> str:
+    return NAMES.get(name, name.replace("best", "chosen,") + " nodes")
 
 
 def build_page(page: str, figures: Mapping[str, Any]) -> str:
