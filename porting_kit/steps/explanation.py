@@ -10,6 +10,7 @@ from porting_kit.alignment.result import AlignmentResult
 from porting_kit.diagnosis import Diagnosis, Observation, PortState, name_cause
 from porting_kit.diagnosis.changes import find_known_faults
 from porting_kit.diagnosis.own_model import find_correction, measure_context_error
+from porting_kit.outcomes import Verdict
 from porting_kit.steps.checkpoint_check import naming_changes
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ def diagnose_session(
 ) -> Diagnosis:
     """See `AlignmentSession.diagnose`."""
     with naming_changes(session.checkpoint_check):
+        if result.verdict is not Verdict.PASS and session.checkpoint_check.holds_no_numbers:
+            # Its logits say nothing that one fault could be told from another by, so none is tried.
+            untried = name_cause(session.port_state, observation or result, (), result=result)
+            return _explain_port(session, untried, result)
         diagnosis = name_cause(session.port_state, observation or result, result=result)
     if diagnosis.own_model is not None:
         return _explain_port(session, diagnosis, result)

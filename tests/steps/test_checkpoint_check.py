@@ -200,6 +200,25 @@ def test_a_right_run_is_not_blamed_for_this_checkpoint(port_of, tmp_path) -> Non
     assert "the checkpoint is not what the rules make of its base" in diagnosis.verdict
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_no_number_is_named(port_of, tmp_path, value) -> None:
+    """Token 0 for ever, as when float16 overflows; but the port is float32, and its own checkpoint holds the reason."""
+    name = "transformer.layers.0.attention.qkv.bias"
+
+    def plant(ranks: list[dict[str, torch.Tensor]]) -> None:
+        ranks[0][name][3] = value
+
+    run = open_converted(port_of("qwen2"), tmp_path / "run")
+    change_ranks(run.folder.checkpoint, plant)
+    (change,) = said_of(align_port(run, edited=True))["changes"]
+    assert change["name"] == name
+    shutil.copy(run.folder.root / "alignment" / "output_ids.npy", tmp_path / "observed.npy")
+    diagnosis = diagnose_port(run, tmp_path / "observed.npy", edited=True).diagnosis
+    assert diagnosis.causes == ()
+    assert f"{name}: expected the base's values" in diagnosis.verdict
+    assert f"({value} instead of " in diagnosis.verdict
+
+
 def drop(name: str) -> Callable[[list[dict[str, torch.Tensor]]], None]:
     def change(ranks: list[dict[str, torch.Tensor]]) -> None:
         for tensors in ranks:
