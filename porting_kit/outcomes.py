@@ -86,6 +86,14 @@ class StepOutcome:
         """Names of what differs between what the step read and what it would read today; none when it still holds."""
         return sorted(name for name in {*self.inputs, *today} if self.inputs.get(name) != today.get(name))
 
+    def says_the_same(self, other: StepOutcome) -> bool:
+        """Whether a report may stand that shows the other one: only figures, free disk for one, and times differ."""
+        names = ("step", "verdict", "summary", "covered", "products", "inputs", "failing_gate")
+        same_files = [known.get("sha256") for known in self.made.values()] == [
+            known.get("sha256") for known in other.made.values()
+        ]
+        return same_files and all(getattr(self, name) == getattr(other, name) for name in names)
+
     def as_dict(self) -> dict[str, Any]:
         """A JSON-ready dict; enums become their values."""
         document = asdict(self)

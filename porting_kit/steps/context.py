@@ -17,7 +17,7 @@ from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.port import Port, load_port
 from porting_kit.products import describe_products
 from porting_kit.provenance import fingerprint_path, hash_value
-from porting_kit.run_folder import MARKER, RunFolder, open_run_folder, read_json
+from porting_kit.run_folder import MARKER, STEPS, RunFolder, open_run_folder, read_json
 
 RUNS_FOLDER = "runs"
 OPENING_SECONDS = 30.0
@@ -170,10 +170,11 @@ def require_pass(outcome: StepOutcome) -> str:
 
 
 class Stopwatch:
-    """Seconds since the step began."""
+    """Seconds since the step began, and the outcomes that it forgot: its own and the report's, None for none."""
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: StepOutcome | None = None, report: StepOutcome | None = None) -> None:
         self._start = time.perf_counter()
+        self.earlier, self.report = earlier, report
 
     @property
     def seconds(self) -> float:
@@ -183,16 +184,29 @@ class Stopwatch:
 
 @contextmanager
 def running_step(run: PortRun, step: str) -> Iterator[Stopwatch]:
-    """Forget the step's earlier outcome (and those after it) and start its clock."""
+    """Forget the step's earlier outcome and the report's, and start its clock."""
+    earlier, report = _read_outcome(run, step), _read_outcome(run, STEPS[-1])
     run.folder.begin(step)
-    yield Stopwatch()
+    yield Stopwatch(earlier, report if step != STEPS[-1] else None)
+
+
+def _read_outcome(run: PortRun, step: str) -> StepOutcome | None:
+    """The step's outcome, None also where it is damaged."""
+    with suppress(RunFolderError):
+        return run.folder.outcome(step)
+    return None
 
 
 def finish_step(run: PortRun, outcome: StepOutcome, watch: Stopwatch) -> StepOutcome:
-    """Stamp time, inputs and, of what later steps rest on, the products on an outcome and write it, last."""
+    """Stamp time, inputs and, of what later steps rest on, the products on an outcome and write it, last.
+
+    One that says what it said before brings back the report's outcome, which shows it.
+    """
     made = describe_products(run.folder.root, outcome.products) if outcome.step in MAKES_PRODUCTS else {}
     stamped = replace(outcome, seconds=round(watch.seconds, 3), inputs=run.inputs(outcome.step), made=made)
     run.folder.finish(stamped)
+    if watch.earlier is not None and watch.report is not None and stamped.says_the_same(watch.earlier):
+        run.folder.finish(watch.report)
     if outcome.step in MAKES_PRODUCTS:
         _name_stale_outcomes(run)
     return stamped

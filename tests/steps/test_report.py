@@ -15,7 +15,7 @@ from porting_kit.alignment.result import AlignmentResult, Gate, LayerError, Laye
 from porting_kit.medusa.generation import TokenOrigins
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.run_folder import write_json, write_text
-from porting_kit.steps.context import open_port_run
+from porting_kit.steps.context import finish_step, open_port_run, running_step
 from porting_kit.steps.report import combine_outcomes, write_report
 
 ALL = tuple(Coverage)
@@ -207,6 +207,26 @@ def test_a_stale_step_is_named_and_is_no_pass(run):
     assert result.outcome.verdict is Verdict.NOT_RUN
     assert "stale, rerun it: port.kernel changed since" in result.outcome.summary
     assert "stale" in read_page(run)[0]
+
+
+def test_a_step_that_says_the_same_again_leaves_the_reports_outcome(run):
+    """Figures may differ, free disk for one; a step that dies, or says something else, makes the report one of old."""
+    fill_run(run, Verdict.PASS)
+    report = write_report(run).outcome
+    earlier = run.folder.outcome("preflight")
+    with running_step(run, "preflight") as watch:
+        assert run.folder.outcome("report") is None
+        finish_step(run, replace(earlier, figures={"disk": "5 GiB free"}), watch)
+    assert run.folder.outcome("report") == report
+    with pytest.raises(ValueError, match="died"), running_step(run, "preflight"):
+        raise ValueError("died")
+    assert run.folder.outcome("report") is None
+    run.folder.finish(earlier)
+    for change in ({"summary": "other"}, {"verdict": Verdict.FAIL}, {"failing_gate": "disk"}):
+        report = write_report(run).outcome
+        with running_step(run, "preflight") as watch:
+            finish_step(run, replace(earlier, **change), watch)
+        assert run.folder.outcome("report") is None
 
 
 def test_text_of_the_run_cannot_become_markup(run):
