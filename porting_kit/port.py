@@ -23,7 +23,6 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from porting_kit.errors import PortFileError, suggest_nearest
@@ -172,12 +171,6 @@ class Port(_Section):
     @classmethod
     def _source_may_be_a_path(cls, value: object) -> object:
         return {"source": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _captured_needs_files(self) -> Port:
-        if self.engine == "captured" and self.alignment.captured is None:
-            raise ValueError("engine 'captured' needs alignment.captured: the file that the run script wrote")
-        return self
 
     @property
     def base_path(self) -> Path:

@@ -24,6 +24,7 @@ DEFAULT_PROMPTS = (
     "Q: What is the difference between a process and a thread?\nA:",
     "1, 2, 4, 8, 16,",
 )
+CAPTURED_PAGE = "notebooks/howto/captured_engine.md"
 PROBE = "The sea"
 """transformers makes an empty tokenizer for a folder without tokenizer files: it turns every text into nothing."""
 RANDOM_LENGTHS = (3, 17, 40, 66, 5, 29, 12, 8)
@@ -61,28 +62,37 @@ def require_prompts(port: Port) -> None:
     """Find now what would stop the alignment later: the prompts, and the files brought back from an engine.
 
     Raises:
-        PortFileError: see `read_prompts`; or `alignment.captured` names no file.
+        PortFileError: see `read_prompts` and `require_captured`.
     """
     read_prompts(port)
     require_captured(port, always=True)
 
 
 def require_captured(port: Port, *, always: bool = False) -> None:
-    """Find the file brought back from an engine that the port is aligned with.
+    """Find the file brought back from an engine that the port is aligned with; patch, convert and build come before it.
 
     Args:
         always: look for a file that is named though the port runs in the emulator, too.
 
     Raises:
-        PortFileError: `alignment.captured` names no file.
+        PortFileError: `alignment.captured` is not set and `engine` asks for it, or names no file.
     """
+    if port.engine == "captured" and port.alignment.captured is None:
+        raise PortFileError(
+            "the port has engine: captured and names no captured file",
+            expected="alignment.captured: the file that engine/capture.py, or TensorRT-LLM's run script, wrote",
+            found="alignment.captured is not set",
+            where=f"port {port.name!r}",
+            next_step="bring the file back from the build machine and set it: -p alignment.captured=captured.npz; "
+            f"without one align with -p engine=emulator ({CAPTURED_PAGE} has the steps)",
+        )
     captured = port.alignment.captured if always or port.engine == "captured" else None
     if captured is not None and not port.resolve_path(captured).is_file():
         raise PortFileError(
             "the captured file does not exist",
             found="a folder" if port.resolve_path(captured).is_dir() else None,
             where=port.resolve_path(captured),
-            next_step="bring the engine's output file here, or correct alignment.captured",
+            next_step=f"bring the engine's output file here, or correct alignment.captured ({CAPTURED_PAGE})",
         )
 
 

@@ -19,7 +19,7 @@ from porting_kit.engine.captured import write_captured_tokens
 from porting_kit.medusa.decoding import generate_medusa
 from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.context import open_port_run
-from porting_kit.steps.prompts import RANDOM_LENGTHS
+from porting_kit.steps.prompts import CAPTURED_PAGE, RANDOM_LENGTHS
 from tests.cli.conftest import PortFolder, make_heads
 
 
@@ -174,6 +174,25 @@ def test_a_captured_file_that_is_missing_is_found_before_torch_is_imported(port:
         imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if "|" in line}
         assert not imported & {"torch", "transformers"}
         assert not (tmp_path / command / "checkpoint").exists()
+
+
+def test_a_captured_file_that_is_not_named_is_asked_for_where_it_is_needed(port: PortFolder, tmp_path):
+    """The engine must be built before there is one."""
+    port.edit_port(engine="captured")
+    out = tmp_path / "run"
+    for command in ("preflight", "align"):
+        code, document, stderr = call(command, port.file, "--out", out)
+        assert code == 2
+        error = document["error"]
+        assert error["subject"] == "the port has engine: captured and names no captured file"
+        assert error["expected"].startswith("alignment.captured: the file that ")
+        assert "-p alignment.captured=captured.npz" in error["next_step"]
+        assert (Path(__file__).parents[2] / CAPTURED_PAGE).is_file()
+        assert CAPTURED_PAGE in error["next_step"]
+        assert "engine: captured" in stderr
+    assert call("build", port.file, "--out", out, "--plan-only")[0] == 0
+    code, document, _ = call("report", port.file, "--out", out)
+    assert (code, document["verdict"]) == (3, "not_run")
 
 
 @pytest.mark.parametrize("command", ["preflight", "patch", "convert", "align", "run", "report", "build"])

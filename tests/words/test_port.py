@@ -58,7 +58,6 @@ def test_misspelt_key_suggests_the_nearest(tmp_path, change, named, near):
         ({"kernel": "release:0.11.0\n"}, "kernel"),
         ({"alignment": {"new_tokens": 0}}, "alignment.new_tokens"),
         ({"name": "a/b"}, "name"),
-        ({"engine": "captured"}, ""),
         ({"name": "a\nb"}, "name"),
         ({"name": " "}, "name"),
         ({"name": "x" * 300}, "name"),
