@@ -22,6 +22,7 @@ from porting_kit.alignment.reference import Reference
 
 TANH_GELU = "gelu_pytorch_tanh"
 _NORM_EPS_NAMES = ("eps", "variance_epsilon")
+_ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 
 
 class KnownDifference(Protocol):
@@ -97,7 +98,8 @@ def measure_inherent(
     texts: Sequence[Sequence[int]],
     applying: Sequence[KnownDifference] | None = None,
 ) -> list[InherentDifference]:
-    """How far each difference moves the base's own logits on these texts.
+    """How far each difference moves the base's own logits on these texts; those that this base does not have are left
+    out.
 
     Args:
         applying: those that the port shows; None takes all for shown.
@@ -105,6 +107,8 @@ def measure_inherent(
     plain = reference.logits(texts) if differences else []
     found = []
     for difference in differences:
+        if _is_same(reference.model, difference):
+            continue
         matched = _can_match(reference, difference)
         error = None
         if matched:
@@ -120,6 +124,18 @@ def _can_match(reference: Reference, difference: KnownDifference) -> bool:
     for step in reversed(undo):
         step()
     return bool(undo)
+
+
+def _is_same(model: nn.Module, difference: KnownDifference) -> bool:
+    """Whether the base computes what the library computes: seen in its own modules, never assumed for want of them."""
+    wanted = dict(difference.reference)
+    if wanted.get("hidden_act") == TANH_GELU:
+        own = [module for module in model.modules() if type(module).__module__ in _ACTIVATION_MODULES]
+        return bool(own) and not any(map(_is_erf_gelu, own))
+    if "norm_eps" in wanted:
+        epsilons = [own for _, _, own in _list_norm_eps(model)]
+        return bool(epsilons) and all(own == float(wanted["norm_eps"]) for own in epsilons)
+    return False
 
 
 def _match(model: nn.Module, difference: KnownDifference) -> list[Callable[[], None]]:
@@ -150,13 +166,18 @@ def _replace_modules(
     return undo
 
 
+def _list_norm_eps(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
+    """Every norm, the attribute that holds its epsilon, and the epsilon."""
+    found = [(module, name, getattr(module, name, None)) for module in model.modules() for name in _NORM_EPS_NAMES]
+    return [
+        one for one in found if isinstance(one[2], float) and isinstance(getattr(one[0], "weight", None), torch.Tensor)
+    ]
+
+
 def _set_norm_eps(model: nn.Module, eps: float) -> list[Callable[[], None]]:
     undo: list[Callable[[], None]] = []
-    for module in model.modules():
-        for attribute in _NORM_EPS_NAMES:
-            own = getattr(module, attribute, None)
-            is_norm = isinstance(getattr(module, "weight", None), torch.Tensor) and isinstance(own, float)
-            if is_norm and own != eps:
-                setattr(module, attribute, eps)
-                undo.append(lambda module=module, attribute=attribute, own=own: setattr(module, attribute, own))
+    for module, attribute, own in _list_norm_eps(model):
+        if own != eps:
+            setattr(module, attribute, eps)
+            undo.append(lambda module=module, attribute=attribute, own=own: setattr(module, attribute, own))
     return undo

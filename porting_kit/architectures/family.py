@@ -140,7 +140,8 @@ class Difference:
         source: upstream file and release.
         releases: which releases show it.
         before: the first release without it, where later ones are right: then it is a fault of the release.
-        position_kind: only models with these positions show it; all when None.
+        position_kind: only models with these positions (or a kind of them) show it; all when None.
+        half_only: only a port in half precision shows it.
         reference: config change that makes the Hugging Face reference compute what TensorRT-LLM computes, if one does.
     """
 
@@ -150,6 +151,7 @@ class Difference:
     releases: str = "all"
     before: str | None = None
     position_kind: str | None = None
+    half_only: bool = False
     reference: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -169,6 +171,8 @@ ALIBI_SLOPES_CAST = Difference(
     name="ALiBi slopes in the hidden dtype",
     effect="slopes are rounded to the model's dtype (bias error at distance 2048: 0.005 in fp16, 0.06 in bf16)",
     source="tensorrt_llm/layers/attention.py 0.11.0.dev2024062500",
+    position_kind="alibi",
+    half_only=True,
 )
 
 

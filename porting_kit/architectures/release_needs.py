@@ -77,7 +77,26 @@ def find_release_faults(base: BaseConfig, release: str | None) -> tuple[Differen
     return tuple(
         difference
         for difference in base.definition.differences
-        if difference.before is not None
-        and asked < release_key(difference.before)
-        and difference.position_kind in (None, base.position_kind)
+        if difference.before is not None and asked < release_key(difference.before) and _has_positions(base, difference)
     )
+
+
+def find_differences(base: BaseConfig, release: str | None, dtype: str) -> tuple[Difference, ...]:
+    """Those of its family's differences that a port of this base can show.
+
+    Args:
+        release: whose model class it runs; one that is None or no version number mends none of them.
+        dtype: what the port computes in.
+    """
+    asked = None if release is None else release_key(release)
+    return tuple(
+        difference
+        for difference in base.definition.differences
+        if _has_positions(base, difference)
+        and not (difference.half_only and dtype == "float32")
+        and not (asked and difference.before is not None and asked >= release_key(difference.before))
+    )
+
+
+def _has_positions(base: BaseConfig, difference: Difference) -> bool:
+    return base.position_kind.startswith(difference.position_kind or "")

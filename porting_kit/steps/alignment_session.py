@@ -25,6 +25,8 @@ from porting_kit.alignment.reference import Reference, load_reference, resolve_d
 from porting_kit.alignment.result import AlignmentResult
 from porting_kit.alignment.run import EMULATED, AlignmentOptions, align_captured_outputs, align_port_outputs
 from porting_kit.architectures.base_config import BaseConfig
+from porting_kit.architectures.family import Difference
+from porting_kit.architectures.release_needs import find_differences
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.plan import plan_conversion
 from porting_kit.conversion.planned import ConversionPlan, plan_scalars, read_skipped_rows
@@ -243,10 +245,14 @@ class AlignmentSession:
             new_tokens=wanted.new_tokens,
             batch_sizes=tuple(wanted.batch_sizes) if wanted.batch_sizes else None,
             near_tie_tolerance=wanted.near_tie_tolerance,
-            differences=self.base.definition.differences,
+            differences=self._differences,
             fit_notes=self.approximate_fit_notes,
             covered=(*EMULATED, Coverage.KERNEL_ARITHMETIC) if self.kernel.attend_tree is not None else None,
         )
+
+    @property
+    def _differences(self) -> tuple[Difference, ...]:
+        return find_differences(self.base, self.release, self.run.port.dtype)
 
     def align(self, model: Any = None, tree: MedusaTree | None = None) -> AlignmentResult:
         """Align a model (the port's own when None), with the port's tree unless another is given."""
@@ -338,9 +344,7 @@ class AlignmentSession:
     def matched(self, result: AlignmentResult) -> AbstractContextManager[None]:
         """The base with the differences that the library makes anyway, so that what is left is the port's."""
         shown = {difference.name for difference in result.inherent if difference.applies}
-        return matched_to_library(
-            self.reference, [item for item in self.base.definition.differences if item.name in shown]
-        )
+        return matched_to_library(self.reference, [item for item in self._differences if item.name in shown])
 
     def write_tokens(self, path: Path, result: AlignmentResult) -> None:
         """Write the emitted tokens in the format of TensorRT-LLM's run script (`--output_npy`)."""

@@ -1,5 +1,7 @@
 """Runs side by side, and inherent differences kept apart from faults."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -46,6 +48,19 @@ def test_results_come_back_in_prompt_order(port_of):
     assert len(run.origins) == len(run.accepted_lengths) == 4
 
 
+class _WithoutModules:
+    """A model that computes the same and shows nothing of what it is made of."""
+
+    def __init__(self, model):
+        self.config, self.parameters, self._model = model.config, model.parameters, model
+
+    def modules(self):
+        return iter(())
+
+    def __call__(self, **inputs):
+        return self._model(**inputs)
+
+
 class TestInherent:
     """GPT-NeoX with the erf GELU, and with another norm epsilon: the library computes neither."""
 
@@ -61,6 +76,25 @@ class TestInherent:
         assert all(1e-6 < difference.logit_error < 0.2 for difference in found)
         for logits, again in zip(before, port.reference.logits(port.prompts), strict=True):
             assert torch.equal(logits, again)
+
+    def test_what_the_base_computes_as_the_library_does_is_not_listed(self, tmp_path):
+        """One norm of another epsilon, or one erf GELU, makes it a difference again."""
+        same = make_port(tmp_path, "gptneox", layer_norm_eps=1e-5, hidden_act="gelu_new")
+        names = (GELU_IS_TANH, NORM_EPS_FIXED)
+        assert measure_inherent(same.reference, names, same.prompts[:1]) == []
+        model = same.reference.model
+        model.gpt_neox.final_layer_norm.eps = 1e-3
+        (found,) = measure_inherent(same.reference, names, same.prompts[:1])
+        assert (found.name, found.matched, found.applies) == (NORM_EPS_FIXED.name, True, True)
+        model.gpt_neox.final_layer_norm.eps = 1e-5
+        model.gpt_neox.layers[0].mlp.act = torch.nn.GELU()
+        assert [one.name for one in measure_inherent(same.reference, names, same.prompts[:1])] == [GELU_IS_TANH.name]
+
+    def test_a_base_whose_modules_are_not_known_is_not_taken_for_the_same(self, port):
+        """Nothing was found to compare: the difference stays listed, as one that cannot be matched."""
+        unknown = replace(port.reference, model=_WithoutModules(port.reference.model))
+        found = measure_inherent(unknown, (GELU_IS_TANH, NORM_EPS_FIXED), port.prompts[:1])
+        assert [(one.matched, one.applies) for one in found] == [(False, True)] * 2
 
     def test_the_port_is_judged_against_the_matched_reference(self, port):
         options = AlignmentOptions(new_tokens=8, batch_sizes=(1,), differences=port.differences)

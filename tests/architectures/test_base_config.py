@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from porting_kit.architectures import find_family, load_families, read_base_config
-from porting_kit.architectures.release_needs import find_unmet_needs
+from porting_kit.architectures.release_needs import find_differences, find_unmet_needs
 from porting_kit.architectures.releases import release_key
 from porting_kit.errors import BaseModelError
 
@@ -315,3 +316,21 @@ def test_a_layout_follows_the_release() -> None:
         names[release] = sorted(rule.target.rpartition("mlp.")[2] for rule in rules), router.shard.dim
     old, new = ["experts_weight_1", "experts_weight_2", "router.weight"], ["fc.weight", "proj.weight", "router.weight"]
     assert list(names.values()) == [(old, 1), (old, None), (new, None), (new, None)]
+
+
+@pytest.mark.parametrize(
+    ("family", "positions", "release", "dtype", "named"),
+    [
+        ("falcon", "alibi_with_scale", None, "float16", {"gelu is tanh", "norm epsilon is 1e-5", "ALiBi slopes in"}),
+        ("falcon", "alibi_with_scale", None, "float32", {"gelu is tanh", "norm epsilon is 1e-5"}),
+        ("falcon", "rope_gpt_neox", None, "bfloat16", {"gelu is tanh", "norm epsilon is 1e-5"}),
+        ("phi3", "long_rope", "0.11.0.dev2024062500", "float16", {"long-rope attention factor"}),
+        ("phi3", "long_rope", "0.12.0.dev2024080600", "float16", set()),
+        ("phi3", "rope_gpt_neox", "0.11.0.dev2024062500", "float16", set()),
+    ],
+)
+def test_only_differences_that_the_port_can_show_are_found(family, positions, release, dtype, named):
+    base = SimpleNamespace(definition=load_families()[family], position_kind=positions)
+    found = [difference.name for difference in find_differences(base, release, dtype)]
+    assert len(found) == len(named)
+    assert all(any(name.startswith(start) for start in named) for name in found)
