@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -41,20 +40,17 @@ class ContextOracle:
         """V."""
         return int(self.model.config["vocab_size"])
 
-    @torch.inference_mode()
     def logits(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """[S, V] per text."""
-        return [self._prefill(text).logits[0][:, : self.vocab_size] for text in texts]
+        return [self.read(text)[0] for text in texts]
 
     @torch.inference_mode()
-    def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor] | None:
-        """What the output matrix and the heads see, [S, E] per text; None on a pipeline rank that has none."""
-        found = [self._prefill(text).hidden_states for text in texts]
-        return None if any(states is None for states in found) else found
-
-    def _prefill(self, text: Sequence[int]) -> Any:
+    def read(self, text: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [S, V] and what the output matrix and the heads see, [S, E], of one text from one pass; no states on
+        a pipeline rank that has none."""
         cache = self.model.new_cache(1, len(text))
-        return self.model.prefill([torch.as_tensor(text, dtype=torch.long)], cache, all_logits=True)
+        found = self.model.prefill([torch.as_tensor(text, dtype=torch.long)], cache, all_logits=True)
+        return found.logits[0][:, : self.vocab_size], found.hidden_states
 
 
 def bound_by_rounding(rounded: ApproximateFit, positions: int) -> dict[str, float]:

@@ -138,6 +138,7 @@ def predict_acceptance(
     emitted: Sequence[Sequence[int]],
     dtype: torch.dtype | None = None,
     states: Sequence[torch.Tensor] | None = None,
+    base_states: Sequence[torch.Tensor] | None = None,
 ) -> PredictedAcceptance:
     """Rank every emitted token under every head, and walk the tree by those ranks.
 
@@ -150,11 +151,13 @@ def predict_acceptance(
         dtype: what the port computes in; ranks within its noise, measured on the base and these heads, are uncertain.
         states: [S, E] per text, prompt and emitted tokens, for a port whose states are not the base's; the base's when
             None.
+        base_states: the base's own where they are known; None computes them.
     """
     texts = [[*prompt, *row] for prompt, row in zip(prompts, emitted, strict=True)]
     # The root that is emitted token r was drafted for at the token before it.
     spans = [slice(len(p) - 1, len(p) + len(row) - 2) for p, row in zip(prompts, emitted, strict=True)]
-    own = [heads.logits(h[span]) for h, span in zip(reference.hidden_states(texts), spans, strict=True)]
+    base_states = reference.hidden_states(texts) if base_states is None else base_states
+    own = [heads.logits(h[span]) for h, span in zip(base_states, spans, strict=True)]
     tolerance = 0.0 if dtype is None else _measure_tolerance(reference, heads, texts, spans, own, dtype)
     exact = own
     if states is not None:

@@ -55,7 +55,12 @@ class LogitsNoise:
 
 
 def measure_noise(
-    reference: Reference, texts: Sequence[Sequence[int]], dtype: torch.dtype, *, tolerance: float | None = None
+    reference: Reference,
+    texts: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    *,
+    tolerance: float | None = None,
+    oracle: LogitsSource | None = None,
 ) -> LogitsNoise:
     """Measure on these texts what `dtype` does to the base's logits.
 
@@ -64,15 +69,16 @@ def measure_noise(
         texts: token ids; a few hundred positions are enough.
         dtype: what the port computes in.
         tolerance: use this near-tie tolerance instead of the measured one.
+        oracle: the base where it remembers these texts.
 
     Raises:
         BaseModelError: a logit is not finite.
     """
     other = dtype if dtype != reference.dtype else torch.float64
-    oracle = reference.logits(texts)
+    own = (oracle or reference).logits(texts)
     with computing_as(reference, other):
         changed = reference.logits(texts)
-    return compare_logits(oracle, changed, dtype_name(dtype), tolerance=tolerance)
+    return compare_logits(own, changed, dtype_name(dtype), tolerance=tolerance)
 
 
 def compare_logits(

@@ -120,18 +120,21 @@ class Reference:
         """Next-token logits after every token of each text, [S, V] in the model's dtype; each text runs on its own."""
         return [self.run(text).logits[0, :, : self.vocab_size] for text in texts]
 
-    @torch.inference_mode()
     def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """What the output matrix reads at every token of each text, [S, E]: the input of Medusa heads."""
+        return [self.read(text)[1] for text in texts]
+
+    @torch.inference_mode()
+    def read(self, text: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both of one text from one pass: logits [S, V] and hidden states [S, E]."""
         seen: list[torch.Tensor] = []
         reader = find_projection(self.model) or self.model.get_output_embeddings()
         handle = reader.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][0]))
         try:
-            for text in texts:
-                self.run(text)
+            logits = self.run(text).logits[0, :, : self.vocab_size]
         finally:
             handle.remove()
-        return seen
+        return logits, seen[0]
 
     @property
     def chooses_experts(self) -> bool:

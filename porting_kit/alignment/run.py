@@ -27,6 +27,7 @@ from porting_kit.alignment.inherent import KnownDifference, choose_differences, 
 from porting_kit.alignment.noise import LogitsNoise, measure_error, measure_noise, relative_error
 from porting_kit.alignment.oracle import JudgedText, judge_texts
 from porting_kit.alignment.reference import LogitsSource, Reference
+from porting_kit.alignment.remembered import RememberedOracle
 from porting_kit.alignment.result import AlignmentResult, ApproximateFit
 from porting_kit.medusa.tree import MedusaTree
 from porting_kit.outcomes import Coverage
@@ -91,20 +92,24 @@ def align_port_outputs(
     runs = _run_everything(model, tree, prompts, end_ids, options)
     main = runs[0]
     texts = [[*prompt, *row] for prompt, row in zip(prompts, main.tokens, strict=True)]
-    port_logits = ContextOracle(model).logits(texts)
+    port = RememberedOracle(ContextOracle(model), texts)
+    port_logits = port.logits(texts)
     applying = choose_differences(reference, options.differences, texts, port_logits)
     inherent = measure_inherent(reference, options.differences, texts, applying)
     with matched_to_library(reference, applying):
-        oracle = ContextOracle(model) if options.fit_notes else reference
-        noise = measure_noise(reference, texts, model.dtype, tolerance=options.near_tie_tolerance)
+        base = RememberedOracle(reference, texts)
+        oracle = port if options.fit_notes else base
+        noise = measure_noise(reference, texts, model.dtype, tolerance=options.near_tie_tolerance, oracle=base)
         judged = _judge_runs(oracle, runs, prompts, noise, end_ids, options.new_tokens)
-        context_error = measure_error(port_logits, reference, texts)
+        context_error = measure_error(port_logits, base, texts)
         tree_error = _tree_error(main, oracle, texts, prompts)
-        fit = _measure_fit(reference, oracle, texts, noise, options)
+        fit = _measure_fit(base, oracle, texts, noise, options)
         predicted = states = None
         if heads is not None and tree is not None:
-            states = oracle.hidden_states(texts) if fit else None  # an approximate port's heads read its own states
-            predicted = predict_acceptance(reference, heads, tree, prompts, main.tokens, model.dtype, states)
+            states = port.hidden_states(texts) if fit else None  # an approximate port's heads read its own states
+            predicted = predict_acceptance(
+                reference, heads, tree, prompts, main.tokens, model.dtype, states, base.hidden_states(texts)
+            )
     gates = [
         judge_tokens(judged[main.name], FITTED_BASE if fit else BASE),
         judge_logits(noise, None if fit else context_error, tree_error, chooses_experts=reference.chooses_experts),
@@ -265,7 +270,7 @@ def _tree_error(
 
 
 def _measure_fit(
-    reference: Reference, oracle: LogitsSource, texts: Any, noise: LogitsNoise, options: AlignmentOptions
+    reference: LogitsSource, oracle: LogitsSource, texts: Any, noise: LogitsNoise, options: AlignmentOptions
 ) -> ApproximateFit | None:
     if not options.fit_notes:
         return None

@@ -35,33 +35,6 @@ class Errors:
     heads: float | None = None
 
 
-class RememberedReference:
-    """A reference that computes each text once. It is right only as long as nobody changes the model.
-
-    Args:
-        reference: the base, computing what the library computes.
-    """
-
-    def __init__(self, reference: Reference) -> None:
-        self._reference, self._known = reference, {}
-        self.vocab_size = reference.vocab_size
-
-    def logits(self, texts: Sequence[Sequence[int]]) -> list[Any]:
-        """As `Reference.logits`."""
-        return self._recall("logits", texts)
-
-    def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[Any]:
-        """As `Reference.hidden_states`."""
-        return self._recall("hidden_states", texts)
-
-    def _recall(self, what: str, texts: Sequence[Sequence[int]]) -> list[Any]:
-        keys = [(what, *map(int, text)) for text in texts]
-        for key, text in zip(keys, texts, strict=True):
-            if key not in self._known:
-                (self._known[key],) = getattr(self._reference, what)([text])
-        return [self._known[key] for key in keys]
-
-
 def coverage_tree() -> MedusaTree:
     """Seven nodes, three levels, two branches: small, and with every kind of node."""
     return MedusaTree.from_choices(CHOICES, name="coverage")

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from porting_kit.alignment.remembered import RememberedOracle
 from porting_kit.architectures.base_config import BaseConfig, read_base_config
 from porting_kit.architectures.family import load_families
 from porting_kit.architectures.releases import release_key
 from porting_kit.coverage.cases import WITHOUT_REFERENCE
 from porting_kit.coverage.comparison import (
     NEW_TOKENS,
-    RememberedReference,
     compare_context,
     compare_model,
     compare_tokens,
@@ -139,7 +139,7 @@ class TreeCoverage:
         applying = choose_differences(reference, base.definition.differences, prompts, logits)
         found.inherent = tuple(difference.name for difference in applying)
         with matched_to_library(reference, applying):
-            known = RememberedReference(reference)
+            known = RememberedOracle(reference)
             found.context_error, _ = compare_context(plain, known, prompts)
             heads, texts = self._fit_heads(folder, known, prompts)
             config, tensors = self._convert(planned, folder, heads)
@@ -179,7 +179,7 @@ class TreeCoverage:
         except PortFileError as error:
             raise RowRefused(error.subject) from error
         prompts = draw_prompts(reference.vocab_size)[: planned.position_batch]
-        known = RememberedReference(reference)
+        known = RememberedOracle(reference)
         heads, texts = self._fit_heads(folder, known, prompts)
         config, tensors = self._convert(planned, folder, heads)
         model = self._build_medusa(config, tensors, module.source, module, emulator)

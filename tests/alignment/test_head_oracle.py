@@ -55,7 +55,7 @@ def test_an_approximate_port_is_judged_by_its_own_states(port_of):
     generation = generate_medusa(model, state.tree, port.prompts, NEW_TOKENS)
     texts = [[*prompt, *row] for prompt, row in zip(port.prompts, generation.tokens, strict=True)]
     asked = (port.reference, port.heads, state.tree, port.prompts, generation.tokens)
-    states = ContextOracle(model).hidden_states(texts)
+    states = [ContextOracle(model).read(text)[1] for text in texts]
     equal, judged, total = predict_acceptance(*asked, states=states).compare(generation.accepted_lengths)
     assert equal == judged == total
     noisy = predict_acceptance(*asked, torch.float32, states)
