@@ -3,9 +3,10 @@
 Run `python -m tests.benchmarks.diagnosis [--quick] [--json]`. Every kind of the catalogue that a family can have is
 planted in small random ports of four families and three seeds, and looked for once with tokens and logits, once with
 tokens alone. Faults of the heads change no token and no logit: for them the accepted lengths are given as well. A case
-that leaves nothing to explain (the fault changed nothing that was observed) is counted apart. `--write` keeps the
-result in `notebooks/howto/diagnosis_rates.json`, of which `tests.benchmarks.diagnosis_page` makes the page. `--foreign`
-measures engines that were made by hand, without the catalogue, in place of all this.
+that leaves nothing to explain (the fault changed nothing that was observed) is counted apart. Whether an alignment in
+half precision fails on the faults at all is counted on one seed. `--write` keeps the result in
+`notebooks/howto/diagnosis_rates.json`, of which `tests.benchmarks.diagnosis_page` makes the page. `--foreign` measures
+engines that were made by hand, without the catalogue, in place of all this.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from porting_kit.diagnosis.search import Shelf
 from tests.diagnosis.clean_ports import measure_clean, study_near_ties
 from tests.diagnosis.foreign_cases import SETTINGS
 from tests.diagnosis.foreign_rates import measure_foreign
+from tests.diagnosis.missed_faults import count_missed, measure_missed
 from tests.diagnosis.planted_faults import FAMILIES, Case, make_healthy, plant_all
 
 RATES_FILE = Path(__file__).resolve().parents[2] / "notebooks" / "howto" / "diagnosis_rates.json"
@@ -129,6 +131,7 @@ def measure(quick: bool, workers: int, keep: Path | None = None, seeds: int = SE
             starts = [place % QUICK_STRIDE] if quick else range(FULL_STRIDE)
             tasks += [("faults", family, seed, QUICK_STRIDE if quick else FULL_STRIDE, start) for start in starts]
         tasks += [("clean", family, seed, quick) for family in families]
+    tasks += [("missed", *task[1:]) for task in tasks if task[0] == "faults" and task[2] == 0]
     finished = read_finished(keep)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         waiting = {pool.submit(run_task, task): task for task in tasks if repr(task) not in finished}
@@ -139,6 +142,7 @@ def measure(quick: bool, workers: int, keep: Path | None = None, seeds: int = SE
                     stream.write(json.dumps([repr(waiting[done]), done.result()]) + "\n")
     fault_rows = [row for task in tasks if task[0] == "faults" for row in finished[repr(task)]]
     clean_rows = [row for task in tasks if task[0] == "clean" for row in finished[repr(task)]]
+    missed_rows = [row for task in tasks if task[0] == "missed" for row in finished[repr(task)]]
     with_logits = [row for row in fault_rows if row["from"] == LOGITS]
     alone = [row for row in fault_rows if row["from"] == TOKENS]
     rates = count_rates(with_logits)
@@ -153,6 +157,7 @@ def measure(quick: bool, workers: int, keep: Path | None = None, seeds: int = SE
         LOGITS: rates,
         TOKENS: count_rates(alone),
         "near_ties": study_near_ties(clean_rows),
+        "alignment": count_missed(missed_rows),
         "confusion": {LOGITS: build_confusion(with_logits), TOKENS: build_confusion(alone)},
         "failures": [row for row in fault_rows if row["to_explain"] and (row["named"] != row["fault"] or row["ties"])],
         "false_alarm_rows": [row for row in clean_rows if row["is_blamed"]],
@@ -163,8 +168,8 @@ def measure(quick: bool, workers: int, keep: Path | None = None, seeds: int = SE
 
 
 def run_task(task: tuple[Any, ...]) -> list[dict[str, Any]]:
-    """One part: the faults of a port, or the clean ports of a base."""
-    return measure_faults(task[1:]) if task[0] == "faults" else measure_clean(task[1:])
+    """One part: the faults of a port, what its alignment says of them, or the clean ports of a base."""
+    return {"faults": measure_faults, "missed": measure_missed, "clean": measure_clean}[task[0]](task[1:])
 
 
 def read_finished(keep: Path | None) -> dict[str, list[dict[str, Any]]]:
@@ -224,6 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     for source in (LOGITS, TOKENS):
         print(f"{source}: {document[source]}")
     print(f"false alarms: {document['false_alarms']} of {document['clean_ports']} clean ports")
+    print(f"faults that an alignment fails on: {document['alignment']}")
     for dtype, figures in document["near_ties"].items():
         print(f"near-ties in {dtype}: {figures}")
     for row in document["failures"]:
