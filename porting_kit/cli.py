@@ -292,6 +292,7 @@ def demo(
 def quantised(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A quantised TensorRT-LLM checkpoint.")],
     base: Annotated[Path | None, typer.Option("--base", help="The Hugging Face base, to compare with.")] = None,
+    source: Annotated[str | None, typer.Option("--source", help="A tree, for what is taken for absent fields.")] = None,
     heads: Annotated[
         Path | None, typer.Option("--heads", help="Medusa heads: to add in 16 bit with --out, or to compare with.")
     ] = None,
@@ -318,8 +319,8 @@ def quantised(
         from porting_kit.steps.quantised_alignment import align_quantised
 
         def align_call() -> Any:
-            if base or heads or dequantised or max_draft_len is not None:
-                found = "--base, --heads, --dequantised or --max-draft-len"
+            if base or source or heads or dequantised or max_draft_len is not None:
+                found = "--base, --source, --heads, --dequantised or --max-draft-len"
                 raise PortFileError("with --port base, heads and tree are the port's", found=found)
             return align_quantised(_open_run(port, out, parameter), checkpoint)
 
@@ -328,9 +329,8 @@ def quantised(
     def call() -> Any:
         if parameter:
             raise PortFileError("-p changes fields of a port file", expected="--port PORT.yaml", found=parameter[0])
-        return check_quantised(
-            checkpoint, base=base, heads=heads, dequantised=dequantised, out=out, max_draft_len=max_draft_len
-        )
+        written = {"dequantised": dequantised, "out": out, "max_draft_len": max_draft_len}
+        return check_quantised(checkpoint, base=base, source=source, heads=heads, **written)
 
     _report(call, format_quantised, as_json)
 

@@ -65,7 +65,7 @@ class SourceTree:
         """Architecture name -> its class, for every MODEL_MAP entry whose class statement is in the tree."""
         found = {}
         for architecture, class_name in self._model_map().items():
-            file = _follow_class(self.package / "models" / "__init__.py", class_name)
+            file = follow_class(self.package / "models" / "__init__.py", class_name)
             if file is not None:
                 found[architecture] = ModelClass(architecture, *file)
         return found
@@ -88,7 +88,7 @@ class SourceTree:
                 items=() if near else sorted(names),
                 next_step="check `architectures` in the model's config.json, or name a release that has this model",
             )
-        located = _follow_class(models, names[architecture])
+        located = follow_class(models, names[architecture])
         if located is None:
             raise SourceTreeError(
                 f"the class {names[architecture]!r} of architecture {architecture!r} cannot be found",
@@ -103,7 +103,7 @@ class SourceTree:
         """Architecture name -> class name as models/__init__.py knows it."""
         models = self.package / "models" / "__init__.py"
         entries: dict[str, str] = {}
-        for node in _parse_file(models).body:
+        for node in parse_file(models).body:
             target = _assigned_name(node)
             if target == "MODEL_MAP" and isinstance(node.value, ast.Dict):
                 pairs = zip(node.value.keys, node.value.values, strict=True)
@@ -187,7 +187,7 @@ def _find_installed() -> Path:
 
 def _read_release(version_file: Path) -> str:
     if version_file.is_file():
-        for node in _parse_file(version_file).body:
+        for node in parse_file(version_file).body:
             if _assigned_name(node) == "__version__" and isinstance(node.value, ast.Constant):
                 return str(node.value.value)
     raise SourceTreeError(
@@ -203,7 +203,7 @@ def _read_spec_arguments(attention_file: Path) -> tuple[str, ...]:
     """The speculative-decoding arguments of `Attention.forward`, in the order of its signature."""
     forward = None
     if attention_file.is_file():
-        forward = find_method(_parse_file(attention_file), "Attention", "forward")
+        forward = find_method(parse_file(attention_file), "Attention", "forward")
     names = [] if forward is None else [argument.arg for argument in all_arguments(forward)]
     spec_arguments = tuple(name for name in names if name.startswith(SPEC_ARGUMENT_PREFIXES))
     if spec_arguments:
@@ -232,7 +232,7 @@ def all_arguments(function: ast.FunctionDef) -> list[ast.arg]:
     return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
 
 
-def _parse_file(file: Path) -> ast.Module:
+def parse_file(file: Path) -> ast.Module:
     try:
         return ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
@@ -265,13 +265,13 @@ def read_constant(file: Path, key: ast.expr | None) -> str | None:
     if not isinstance(key, ast.Name):
         return None
     for module_file in _chain_of_imports(file, key.id):
-        for node in _parse_file(module_file[0]).body:
+        for node in parse_file(module_file[0]).body:
             if _assigned_name(node) == module_file[1] and isinstance(node.value, ast.Constant):
                 return str(node.value.value)
     return None
 
 
-def _follow_class(file: Path, name: str) -> tuple[str, Path] | None:
+def follow_class(file: Path, name: str) -> tuple[str, Path] | None:
     """The class's own name and the file with its `class` statement, found by following imports from `file`.
 
     A second name given by assignment is followed too: RobertaModel = BertModel (models/bert/model.py,
@@ -283,14 +283,14 @@ def _follow_class(file: Path, name: str) -> tuple[str, Path] | None:
             return known_as, module_file
         other = re.search(rf"^{named} = (\w+)$", text, re.MULTILINE)
         if other is not None and other[1] != known_as:
-            return _follow_class(module_file, other[1])
+            return follow_class(module_file, other[1])
     return None
 
 
 def _chain_of_imports(file: Path, name: str, depth: int = 8) -> list[tuple[Path, str]]:
     """The files through which a name is imported, with the name it has in each, starting at `file` itself."""
     chain = [(file, name)]
-    for node in ast.walk(_parse_file(file)):
+    for node in ast.walk(parse_file(file)):
         if not isinstance(node, ast.ImportFrom) or depth == 0:
             continue
         for alias in node.names:

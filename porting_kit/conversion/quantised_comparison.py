@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from porting_kit.conversion.dequantised import StoredMatrix, needs_layout, read_matrix, require_quantised
 from porting_kit.conversion.quantised import QuantisedFault, require_consistent, weight_scale_name
 from porting_kit.conversion.quantised_base import ConvertedBase
-from porting_kit.conversion.quantised_config import STRUCTURE, compare_config
+from porting_kit.conversion.quantised_config import NO_RELEASE, STRUCTURE, compare_config, list_unjudged_fields
 from porting_kit.conversion.quantised_files import Algorithm, QuantisedCheckpoint, read_quantised
 from porting_kit.conversion.quantised_scales import find_scale_fault, round_with
 from porting_kit.conversion.unquantised import compare_headers, compare_values
@@ -66,6 +67,7 @@ class BaseComparison:
         layout: how the weights were interleaved, None where they are not.
         equal: tensors in 16 bit that are the base's own.
         unknown: tensors of heads that were not at hand.
+        unjudged: fields that the config leaves out and of which no default is known.
     """
 
     differences: tuple[QuantisedFault, ...] = ()
@@ -73,6 +75,7 @@ class BaseComparison:
     layout: StoredLayout | None = None
     equal: int = 0
     unknown: int = 0
+    unjudged: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -80,25 +83,30 @@ class BaseComparison:
         return not self.differences and all(error.passed for error in self.errors)
 
 
-def compare_base(checkpoint: QuantisedCheckpoint, base: ConvertedBase) -> BaseComparison:
+def compare_base(
+    checkpoint: QuantisedCheckpoint, base: ConvertedBase, release: Mapping[str, Any] = NO_RELEASE
+) -> BaseComparison:
     """Compare config, 16-bit tensors and quantised matrices; what is of another structure is not looked into.
 
     Args:
         checkpoint: quantised, without contradictions.
         base: with the checkpoint's heads, where they are known.
+        release: field -> what a release's own source takes where the config leaves it out, see `config_defaults`.
 
     Raises:
         CheckpointError: a matrix has other sizes than the base's, or is the base's in no known layout.
     """
-    config = compare_config(checkpoint.config, base.config, base.plan.base)
+    config = compare_config(checkpoint.config, base.config, base.plan.base, release)
+    unjudged = list_unjudged_fields(checkpoint.config, base.config, release)
     if any(fault.module in STRUCTURE for fault in config):
-        return BaseComparison(config)
+        return BaseComparison(config, unjudged=unjudged)
     headers, values = compare_headers(checkpoint, base.plan), compare_values(checkpoint, base)
     differences, equal, unknown = (*config, *headers, *values.differences), values.equal, values.unknown
     if headers:
-        return BaseComparison(differences, equal=equal, unknown=unknown)
+        return BaseComparison(differences, equal=equal, unknown=unknown, unjudged=unjudged)
     layout = find_layout(checkpoint, base.ranks)
-    return BaseComparison(differences, compare_ranks(checkpoint, base.ranks, layout), layout, equal, unknown)
+    errors = compare_ranks(checkpoint, base.ranks, layout)
+    return BaseComparison(differences, errors, layout, equal, unknown, unjudged)
 
 
 def compare_weights(

@@ -80,7 +80,9 @@ CLASS_DEFAULTS: Mapping[tuple[str, ...], Mapping[str, Any]] = {
     },
 }
 """Beginnings of class names, and what their own config classes take otherwise (models/*/config.py,
-0.13.0.dev2024090300). A field that is in neither table has no default there that is known here, and is not judged."""
+0.13.0.dev2024090300). Of a field that is in neither table the release's own source is asked; where that does not say
+either, the field is listed as not judged."""
+NO_RELEASE: Mapping[str, Any] = {}
 SAME_ACTIVATION = {
     "gelu_new": "gelu",
     "gelu_fast": "gelu",
@@ -100,7 +102,10 @@ TOLERANCE = 1e-6
 
 
 def compare_config(
-    stated: Mapping[str, Any], converted: Mapping[str, Any], base: BaseConfig
+    stated: Mapping[str, Any],
+    converted: Mapping[str, Any],
+    base: BaseConfig,
+    release: Mapping[str, Any] = NO_RELEASE,
 ) -> tuple[QuantisedFault, ...]:
     """Fields in which a checkpoint's config makes another model of its tensors than its base is; kind `config`.
 
@@ -108,14 +113,14 @@ def compare_config(
         stated: the checkpoint's config.
         converted: what the conversion of the base writes.
         base: the base's settings.
+        release: field -> what a release's own source says it takes, for fields that are in no table here.
     """
     found = []
-    defaults = _class_defaults(str(converted.get("architecture")))
+    known = {**_find_defaults(stated, converted, release), **stated}
     for name, wanted in converted.items():
-        known = name in stated or name in defaults or name in DEFAULTS
-        if name in QUANTISERS_OWN or not known or not _matters(name, converted):
+        if name in QUANTISERS_OWN or name not in known or not _matters(name, converted):
             continue
-        value = stated[name] if name in stated else defaults[name] if name in defaults else DEFAULTS[name](stated)
+        value = known[name]
         if _is_alike(name, value, wanted, base, stated):
             continue
         text = f"{name} is {value!r}" if name in stated else f"{name} is absent, for which the library takes {value!r}"
@@ -127,6 +132,22 @@ def compare_config(
         text = "share_embedding_table is True: the base's embedding and output matrix are two, and would be made one"
         found.append(QuantisedFault("config", "share_embedding_table", text))
     return tuple(found)
+
+
+def list_unjudged_fields(
+    stated: Mapping[str, Any], converted: Mapping[str, Any], release: Mapping[str, Any] = NO_RELEASE
+) -> tuple[str, ...]:
+    """Fields of the base that the checkpoint's config leaves out and of which no default is known, by name."""
+    known = {*_find_defaults(stated, converted, release), *stated, *QUANTISERS_OWN}
+    return tuple(name for name in converted if name not in known and _matters(name, converted))
+
+
+def _find_defaults(
+    stated: Mapping[str, Any], converted: Mapping[str, Any], release: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Field -> what the library takes for it where it is absent."""
+    common = {name: make(stated) for name, make in DEFAULTS.items()}
+    return {**release, **common, **_class_defaults(str(converted.get("architecture")))}
 
 
 def _class_defaults(architecture: str) -> Mapping[str, Any]:

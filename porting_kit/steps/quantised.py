@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from porting_kit.config_defaults import read_config_defaults
 from porting_kit.conversion.config_fields import MAX_DRAFT_TOKENS, require_draft_limit
 from porting_kit.conversion.dequantised import require_quantised, write_dequantised
 from porting_kit.conversion.quantised import (
@@ -23,6 +24,7 @@ from porting_kit.conversion.quantised_heads import add_heads
 from porting_kit.errors import CheckpointError, RunFolderError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.run_folder import require_free
+from porting_kit.source_tree import open_source_tree
 from porting_kit.steps.context import Stopwatch
 
 
@@ -59,6 +61,7 @@ def check_quantised(
     checkpoint: Path,
     *,
     base: Path | None = None,
+    source: str | None = None,
     heads: Path | None = None,
     dequantised: Path | None = None,
     out: Path | None = None,
@@ -69,6 +72,8 @@ def check_quantised(
     Args:
         checkpoint: its folder.
         base: the Hugging Face base, to compare config and every tensor with.
+        source: the TensorRT-LLM tree that says what is taken for fields that the config leaves out; the bundled
+            definitions when None.
         heads: Medusa heads: with `out` to add in 16 bit, without it those that the checkpoint holds, to compare with.
         dequantised: where the 16-bit twin goes, for the emulator.
         out: where the checkpoint with heads goes.
@@ -79,9 +84,10 @@ def check_quantised(
             none to compare with, or weights interleaved for a card and no base to tell for which.
         ConversionError: a draft limit that no engine can verify; a base that cannot be converted.
         HeadsError: unusable heads.
+        SourceTreeError: `source` is no tree, or has no class for the checkpoint.
         RunFolderError: a folder to write into is occupied, or both are one.
     """
-    _require_options(base, heads, out, max_draft_len)
+    _require_options(base, source, heads, out, max_draft_len)
     _require_places(out, dequantised)
     watch = Stopwatch()
     read = read_quantised(checkpoint)
@@ -96,7 +102,8 @@ def check_quantised(
             _require_heads(read)
     if not faults and base is not None:
         require_quantised(read)
-        compared = compare_base(read, convert_base(read, base, head_set if out is None else None))
+        release = _read_defaults(read, source)
+        compared = compare_base(read, convert_base(read, base, head_set if out is None else None), release)
     written: list[str] = []
     if not faults and compared.passed:
         if dequantised is not None:
@@ -107,8 +114,17 @@ def check_quantised(
     return QuantisedResult(_judge(read, faults, compared, written, watch), faults, compared)
 
 
-def _require_options(base: Path | None, heads: Path | None, out: Path | None, max_draft_len: int | None) -> None:
+def _require_options(
+    base: Path | None, source: str | None, heads: Path | None, out: Path | None, max_draft_len: int | None
+) -> None:
     """Refuse options that would do nothing, and a draft limit that no engine can verify."""
+    if source is not None and base is None:
+        raise CheckpointError(
+            "a source tree is asked for fields that are compared with a base",
+            expected="--base beside --source",
+            found=source,
+            next_step="name the Hugging Face base with --base, or leave --source out",
+        )
     if out is not None and heads is None:
         raise CheckpointError("there are no heads to add", expected="--heads beside --out", found=out)
     if heads is not None and out is None and base is None:
@@ -121,6 +137,13 @@ def _require_options(base: Path | None, heads: Path | None, out: Path | None, ma
         if out is None:
             raise CheckpointError("a draft limit is written beside heads", expected="--out", found=max_draft_len)
         require_draft_limit(max_draft_len)
+
+
+def _read_defaults(read: QuantisedCheckpoint, source: str | None) -> dict[str, Any]:
+    """What the tree's class of the checkpoint takes for absent fields; nothing where the bundled tree has none."""
+    tree, architecture = open_source_tree(source or "bundled"), read.config["architecture"]
+    is_asked = source is not None or architecture in tree.model_names()
+    return read_config_defaults(tree, architecture) if is_asked else {}
 
 
 def _require_heads(read: QuantisedCheckpoint) -> None:
@@ -152,6 +175,7 @@ def _judge(
     errors, differences = compared.errors, compared.differences
     wrong = [error for error in errors if not error.passed]
     figures: dict[str, Any] = {"algorithm": algorithm, "ranks": len(read.ranks), "next_step": None}
+    figures["not_judged_fields"] = list(compared.unjudged)
     if errors:
         figures["worst_weight_error"] = max(error.relative_error for error in errors)
         figures["unquantised_tensors"] = {"equal": compared.equal, "not_compared": compared.unknown}
@@ -163,6 +187,8 @@ def _judge(
         summary += f"; {len(errors)} matrices differ from the base's by rounding alone, worst {worst:.3g}"
         summary += f"; config and {compared.equal} tensors in 16 bit are the base's"
         summary += f", {compared.unknown} of heads not compared" if compared.unknown else ""
+    if compared.unjudged:
+        summary += f"; not judged, as the config leaves them out: {', '.join(compared.unjudged)}"
     if unproven:
         counted = ", ".join(f"{count} {kind}" for kind, count in unproven.items())
         summary += f"; present and positive, their values not proven: {counted}"
@@ -219,6 +245,8 @@ def format_quantised(result: QuantisedResult) -> str:
     for error in sorted(result.errors, key=lambda error: (error.passed, -error.relative_error))[:5]:
         lines.append(f"{error.module}: {error.relative_error:.3g} of the base's norm (bound {error.bound:.3g})")
         lines += [f"  {error.scale_fault}"] if error.scale_fault else []
+    if result.compared.unjudged:
+        lines.append(f"not judged, no default known: {', '.join(result.compared.unjudged)} (--source names a release)")
     lines += [f"  {product}" for product in result.outcome.products]
     if result.outcome.figures.get("next_step"):
         lines.append(f"next step: {result.outcome.figures['next_step']}")

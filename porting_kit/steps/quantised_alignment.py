@@ -17,6 +17,7 @@ import torch
 
 from porting_kit.alignment.fit import ContextOracle
 from porting_kit.alignment.run import EMULATED, align_port_outputs
+from porting_kit.config_defaults import read_config_defaults
 from porting_kit.conversion.dequantised import dequantise_rank, require_quantised
 from porting_kit.conversion.quantised import require_consistent
 from porting_kit.conversion.quantised_base import convert_base
@@ -87,7 +88,8 @@ def align_quantised(run: PortRun, checkpoint: Path) -> AlignResult:
     has_heads = bool(read.config.get("num_medusa_heads"))
     heads = session.head_set if has_heads else None
     base = convert_base(read, run.port.base_path, heads)
-    plan, compared, count = base.plan, compare_base(read, base), range(len(read.ranks))
+    release = read_config_defaults(session.source_tree, port_config["architecture"])
+    plan, compared, count = base.plan, compare_base(read, base, release), range(len(read.ranks))
     _require_same_tensors(compared, checkpoint)
     wrong = [error for error in compared.errors if not error.passed]
     architecture = port_config["architecture"]
@@ -129,7 +131,8 @@ def align_quantised(run: PortRun, checkpoint: Path) -> AlignResult:
         verdict,
         f"{read.algorithm.name}: {summary}",
         covered=result.covered if compared.passed else (),
-        figures={name: document[name] for name in ("tokens_equal", "near_ties", "tokens_per_step", "approximate_fit")},
+        figures={name: document[name] for name in ("tokens_equal", "near_ties", "tokens_per_step", "approximate_fit")}
+        | {"not_judged_fields": list(compared.unjudged)},
         products=(RESULT_FILE,),
         seconds=round(watch.seconds, 3),
         failing_gate=gate,

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from porting_kit.conversion.quantised_comparison import measure_distance
 from porting_kit.conversion.quantised_config import compare_config
 from porting_kit.conversion.quantised_files import ALGORITHMS
 from porting_kit.conversion.quantised_scales import find_scale_fault
-from porting_kit.errors import CheckpointError, ConversionError
+from porting_kit.errors import CheckpointError, ConversionError, SourceTreeError
 from porting_kit.outcomes import Verdict
-from porting_kit.steps.quantised import check_quantised
+from porting_kit.source_tree import BUNDLED_ROOT
+from porting_kit.steps.quantised import check_quantised, format_quantised
 from tests.conversion.rule_models import raw_config, write_model
 from tests.conversion.test_quantised import GROUP, E, V, base, edit, heads, plain, quantise  # noqa: F401 (fixtures)
 
@@ -189,6 +191,49 @@ def test_a_field_that_is_left_out_is_the_librarys_default(tmp_path, raw, field, 
     assert (result.outcome.failing_gate, result.outcome.verdict) == ("config", Verdict.FAIL)
     if field == "rotary_base":
         assert result.outcome.figures["next_step"].startswith("correct rotary_base in the checkpoint's config.json")
+
+
+def without(folder, *fields):
+    """A quantised checkpoint of a base whose config says qk_layernorm, without some fields."""
+    write_model(folder / "base", raw_config("cohere", use_qk_norm=True))
+    convert_checkpoint(folder / "base", folder / "plain", dtype="float16")
+    change_config(quantise(folder / "plain", folder / "q", "W8A16"), dict.fromkeys(fields))
+    return folder / "q"
+
+
+def test_a_field_without_a_known_default_is_listed_as_not_judged(tmp_path):
+    result = check_quantised(without(tmp_path, "qk_layernorm"), base=tmp_path / "base")
+    assert result.outcome.verdict is Verdict.PASS
+    assert result.outcome.figures["not_judged_fields"] == ["qk_layernorm"]
+    assert "not judged, as the config leaves them out: qk_layernorm" in result.outcome.summary
+    assert "not judged, no default known: qk_layernorm (--source names a release)" in format_quantised(result)
+
+
+def test_nothing_is_said_where_every_field_is_judged(tmp_path):
+    result = check_quantised(without(tmp_path), base=tmp_path / "base")
+    assert result.outcome.figures["not_judged_fields"] == []
+    assert "not judged" not in result.outcome.summary + format_quantised(result)
+
+
+def test_the_releases_own_source_says_what_it_takes_for_a_field(tmp_path):
+    """A tree like those from 0.12 on: PretrainedConfig has qk_layernorm, and takes False."""
+    root = tmp_path / "tree"
+    shutil.copytree(BUNDLED_ROOT, root)
+    models = root / "tensorrt_llm" / "models"
+    file = models / "modeling_utils.py"
+    file.write_text(file.read_text().replace("head_size=None,", "head_size=None,\n        qk_layernorm=False,"))
+    registry = models / "__init__.py"
+    registry.write_text(registry.read_text() + 'MODEL_MAP["CohereForCausalLM"] = LLaMAForCausalLM\n')
+    (fault,) = differences(without(tmp_path, "qk_layernorm"), tmp_path / "base", source=str(root))
+    assert (fault.kind, fault.module) == ("config", "qk_layernorm")
+    assert fault.text.startswith("qk_layernorm is absent, for which the library takes False")
+
+
+def test_a_tree_without_the_checkpoints_class_is_refused_where_it_was_named(tmp_path):
+    with pytest.raises(SourceTreeError, match="has no architecture 'CohereForCausalLM'"):
+        check_quantised(without(tmp_path), base=tmp_path / "base", source="bundled")
+    with pytest.raises(CheckpointError, match="compared with a base"):
+        check_quantised(tmp_path / "q", source="bundled")
 
 
 @pytest.mark.parametrize(

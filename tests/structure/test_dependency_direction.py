@@ -16,7 +16,7 @@ import pytest
 LAYERS = (
     {"errors", "outcomes", "provenance", "port", "products", "run_folder"},
     {"releases", "architectures", "bundled"},
-    {"source_tree", "patching", "conversion", "kernel_fit", "emulator", "medusa", "engine"},
+    {"source_tree", "config_defaults", "patching", "conversion", "kernel_fit", "emulator", "medusa", "engine"},
     {"alignment", "diagnosis", "coverage"},
     {"steps"},
     {"cli", "cli_heads", "display", "__main__"},
@@ -24,6 +24,7 @@ LAYERS = (
 # Inside these layers a component knows only the neighbours named here; the words and the data know each other freely.
 NEIGHBOURS = {
     "source_tree": set(),
+    "config_defaults": {"source_tree"},
     "patching": {"source_tree"},
     "conversion": set(),
     "kernel_fit": {"conversion", "patching"},
