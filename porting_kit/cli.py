@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-import yaml
 
 from porting_kit.cli_heads import build_heads_app
 from porting_kit.errors import PortFileError, PortingKitError
 from porting_kit.outcomes import StepOutcome, Verdict
+from porting_kit.steps.overrides import parse_overrides
 
 app = typer.Typer(
     name="porting-kit",
@@ -321,14 +321,24 @@ def quantised(
         def align_call() -> Any:
             if base or source or heads or dequantised or max_draft_len is not None:
                 found = "--base, --source, --heads, --dequantised or --max-draft-len"
-                raise PortFileError("with --port base, heads and tree are the port's", found=found)
+                raise PortFileError(
+                    "with --port base, heads and tree are the port's",
+                    expected="--port without them",
+                    found=found,
+                    next_step="leave them out, or leave --port out",
+                )
             return align_quantised(_open_run(port, out, parameter), checkpoint)
 
         _report(align_call, format_alignment, as_json)
 
     def call() -> Any:
         if parameter:
-            raise PortFileError("-p changes fields of a port file", expected="--port PORT.yaml", found=parameter[0])
+            raise PortFileError(
+                "-p changes fields of a port file",
+                expected="--port PORT.yaml",
+                found=parameter[0],
+                next_step="name the port file with --port, or leave -p out",
+            )
         written = {"dequantised": dequantised, "out": out, "max_draft_len": max_draft_len}
         return check_quantised(checkpoint, base=base, source=source, heads=heads, **written)
 
@@ -340,26 +350,6 @@ def _open_run(port_file: Path, out: Path | None, parameter: Sequence[str] | None
     from porting_kit.steps.context import open_port_run
 
     return open_port_run(port_file, run_folder=out, overrides=parse_overrides(parameter))
-
-
-def parse_overrides(parameters: Sequence[str] | None) -> dict[str, Any]:
-    """`NAME=VALUE` texts as a dict, values read as YAML.
-
-    Raises:
-        PortFileError: no `=`, a name given twice, or a value that is not YAML.
-    """
-    overrides: dict[str, Any] = {}
-    for text in parameters or ():
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise PortFileError("a parameter is written NAME=VALUE", found=text)
-        if name in overrides:
-            raise PortFileError(f"parameter {name!r} is given twice", found=text)
-        try:
-            overrides[name] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-13-45
-            raise PortFileError(f"the value of parameter {name!r} is not YAML", found=value) from error
-    return overrides
 
 
 def _report(call: Callable[[], Any], format_result: Callable[[Any], str], as_json: bool) -> NoReturn:

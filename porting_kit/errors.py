@@ -56,6 +56,11 @@ class PortingKitError(Exception):
             lines.append(f"  next step: {self.next_step}")
         return "\n".join(lines)
 
+    def at(self, where: object) -> PortingKitError:
+        """The same error with its place, for whoever knows it; one that has a place keeps it."""
+        fields = {"expected": self.expected, "found": self.found, "next_step": self.next_step, "items": self.items}
+        return type(self)(self.subject, where=self.where or where, **fields)
+
     def as_dict(self) -> dict[str, object]:
         """The fields for `--json` output."""
         return {

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from porting_kit.errors import PortFileError, suggest_nearest
+from porting_kit.port_problems import word_problem
 
 PACKAGE_PREFIX = "package:"
 MAX_NAME_BYTES = 200
@@ -35,13 +36,6 @@ MAX_SIZE = 2**31 - 1
 """TensorRT's dimensions are 32-bit integers."""
 
 Dtype = Literal["float16", "bfloat16", "float32"]
-
-EITHER_OR = {
-    "tree": "a list of paths such as [[0], [0, 0]], a file that holds one, or a tree's name",
-    "fit": "auto, off, or a list of transforms",
-    "alignment.prompts": "a text file, or a list of texts",
-}
-"""What may stand in the fields that take more than one kind of value."""
 
 
 class _Section(BaseModel):
@@ -211,6 +205,7 @@ class Port(_Section):
             if spec is None or not spec.submodule_search_locations:
                 raise PortFileError(
                     f"port {self.name!r} names a file of the package {package!r}, which is not installed",
+                    expected="a file of an installed package",
                     found=text,
                     next_step=f"pip install {package.replace('_', '-')}" if package else "write package:NAME/FILE",
                 )
@@ -222,7 +217,11 @@ class Port(_Section):
         except (OSError, ValueError, RuntimeError) as error:
             # A NUL character, a name longer than the file system takes, a folder without permission, ~nobody.
             raise PortFileError(
-                f"port {self.name!r} names a path that cannot be opened", found=error, where=repr(text)[:120]
+                f"port {self.name!r} names a path that cannot be opened",
+                expected="a path that this machine can have",
+                found=error,
+                where=repr(text)[:120],
+                next_step="correct the path",
             ) from error
         return path
 
@@ -243,14 +242,32 @@ def load_port(path: str | Path, overrides: Mapping[str, Any] | None = None) -> P
     """
     file = Path(path)
     if not file.is_file():
-        raise PortFileError("the port file does not exist", where=file, next_step="name a YAML port file")
+        raise PortFileError(
+            "the port file does not exist",
+            expected="a YAML file",
+            found="a folder" if file.is_dir() else "no such file",
+            where=file,
+            next_step="name a YAML port file",
+        )
     try:
         document = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         # ValueError: bytes that are not UTF-8, or a date such as 2026-13-45.
-        raise PortFileError("the port file is not valid YAML", found=error, where=file) from error
+        raise PortFileError(
+            "the port file is not valid YAML",
+            expected="YAML",
+            found=error,
+            where=file,
+            next_step="correct the line that the error names",
+        ) from error
     if not isinstance(document, dict):
-        raise PortFileError("the port file is not a mapping", found=type(document).__name__, where=file)
+        raise PortFileError(
+            "the port file is not a mapping",
+            expected="keys with values, from name and base on",
+            found=type(document).__name__,
+            where=file,
+            next_step="write it as key: value",
+        )
     return make_port(document, overrides, folder=file.resolve().parent, where=file)
 
 
@@ -262,17 +279,24 @@ def make_port(
     if wrong:
         raise PortFileError(
             "port file has a key that is no text",
+            expected="text",
             found=repr(wrong[0]),
             where=where,
             next_step="YAML reads on, off, yes, no and numbers as values: correct or quote the key",
         )
     merged = merge_overrides(dict(document), overrides or {})
     if "folder" in merged:
-        raise PortFileError("port file has an unknown key 'folder'", where=where)
+        raise PortFileError(
+            "port file has an unknown key 'folder'",
+            expected="keys of a port",
+            found="folder",
+            where=where,
+            next_step="take the key out: paths start from the port file's own folder",
+        )
     try:
         return Port(**merged, folder=folder)
     except ValidationError as error:
-        raise _port_file_error(error, where) from error
+        raise word_problem(error, where, suggest_field_name) from error
 
 
 def merge_overrides(document: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,7 +320,10 @@ def merge_overrides(document: dict[str, Any], overrides: Mapping[str, Any]) -> d
         section = {short: section} if short and isinstance(section, str) else section
         if not isinstance(section, Mapping):
             raise PortFileError(
-                f"{dotted!r} cannot be set: {head!r} is no section", expected="a mapping of fields", found=repr(section)
+                f"{dotted!r} cannot be set: {head!r} is no section",
+                expected="a mapping of fields",
+                found=repr(section),
+                next_step=f"set {head} itself, or name a field of a section",
             )
         section = dict(section)
         for spelling in next((field for field in _field_spellings(head) if rest in field), ()):
@@ -323,7 +350,8 @@ def check_field_name(dotted: str) -> None:
         near = suggest_field_name(dotted)
         raise PortFileError(
             f"the port file has no field {dotted!r}",
-            expected=f"did you mean {near!r}?" if near else None,
+            expected=f"did you mean {near!r}?" if near else "a field of the port file",
+            found=repr(dotted),
             next_step="name one of: " + ", ".join(sorted(name for name in known if "." not in name)),
         )
 
@@ -348,46 +376,3 @@ def known_field_names() -> list[str]:
         names.append(name)
         names += [f"{name}.{spelling}" for field in _field_spellings(name) for spelling in field]
     return names
-
-
-def _port_file_error(error: ValidationError, where: object) -> PortFileError:
-    """The first problem of a pydantic error in this project's words; the rest are counted."""
-    problems = error.errors()
-    first = next((item for item in problems if item["type"] == "extra_forbidden"), problems[0])
-    dotted = ".".join(str(part) for part in first["loc"])
-    either = next((name for name in EITHER_OR if dotted == name or dotted.startswith(f"{name}.")), None)
-    if either:
-        # One wrong value of such a field is one problem for each kind it might have been.
-        problems = [item for item in problems if item is first or ".".join(map(str, item["loc"])).find(either) != 0]
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    if first["type"] == "extra_forbidden":
-        near = suggest_field_name(dotted)
-        if near == dotted:
-            return PortFileError(
-                f"port file names one field twice: {dotted!r} is a short form{more}",
-                where=where,
-                next_step="keep one of the two keys",
-            )
-        return PortFileError(
-            f"port file has an unknown key {dotted!r}{more}",
-            expected=f"did you mean {near!r}?" if near else None,
-            where=where,
-            next_step="correct or remove the key",
-        )
-    if first["type"] == "missing":
-        return PortFileError(f"port file lacks the key {dotted!r}{more}", where=where, next_step=f"add {dotted}: ...")
-    expected = EITHER_OR[either] if either else first["msg"].removeprefix("Value error, ")
-    if first["type"] in {"model_type", "dict_type"}:
-        expected = "a mapping of fields; leave the key out for the defaults"
-    return PortFileError(
-        f"port file has an unusable value for {either or dotted or 'the port'!r}{more}",
-        expected=expected,
-        found=repr(first.get("input"))[:120],
-        where=where,
-        next_step=f"put the value in quotes: {either or dotted}: '...'" if is_read_as_other(first) else None,
-    )
-
-
-def is_read_as_other(problem: Mapping[str, Any]) -> bool:
-    """YAML made a number, a date or a mapping of what was meant as text: 0.11, or a word that ends in a colon."""
-    return problem["type"] == "string_type" and not isinstance(problem.get("input"), (list, type(None)))

@@ -71,7 +71,9 @@ class RunFolder:
     def step(self, step: str) -> Path:
         """The step's own folder: `outcome.json` and the executed notebook."""
         if step not in STEPS:
-            raise RunFolderError(f"no step {step!r}", expected=", ".join(STEPS))
+            raise RunFolderError(
+                f"no step {step!r}", expected=", ".join(STEPS), found=repr(step), next_step="name one of them"
+            )
         return self.root / step
 
     def begin(self, step: str) -> None:
@@ -104,7 +106,11 @@ class RunFolder:
             return StepOutcome.from_dict(read_json(path))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunFolderError(
-                f"the outcome of step {step!r} cannot be read", found=error, where=path, next_step="rerun the step"
+                f"the outcome of step {step!r} cannot be read",
+                expected="the JSON file that the step wrote",
+                found=error,
+                where=path,
+                next_step="rerun the step",
             ) from error
 
     def require(self, step: str, inputs: Mapping[str, str]) -> StepOutcome:
@@ -121,6 +127,8 @@ class RunFolder:
         if outcome is None:
             raise RunFolderError(
                 f"step {step!r} has not finished in this run folder",
+                expected="outcome.json of the step",
+                found="none",
                 where=self.root,
                 next_step=f"run `porting-kit {step}` with the same port file and --out",
             )
@@ -128,6 +136,7 @@ class RunFolder:
         if changed:
             raise RunFolderError(
                 f"the result of step {step!r} is stale: its inputs have changed since",
+                expected="the inputs that the step read",
                 found="changed: " + ", ".join(changed),
                 where=self.step(step),
                 next_step=f"rerun `porting-kit {step}`",
@@ -154,7 +163,13 @@ def open_run_folder(root: Path, port_name: str) -> RunFolder:
     """
     root = root.resolve()
     if root.exists() and not root.is_dir():
-        raise RunFolderError("the output path is a file", where=root, next_step="name a folder with --out")
+        raise RunFolderError(
+            "the output path is a file",
+            expected="a folder, or a new name",
+            found="a file",
+            where=root,
+            next_step="name a folder with --out",
+        )
     marker = root / MARKER
     if marker.is_file():
         owner = _read_owner(marker)
@@ -169,6 +184,7 @@ def open_run_folder(root: Path, port_name: str) -> RunFolder:
     elif root.is_dir() and any(root.iterdir()):
         raise RunFolderError(
             "the output folder exists, is not empty and is no run folder",
+            expected="a new or empty folder, or one of an earlier run",
             found=", ".join(sorted(item.name for item in root.iterdir())[:5]),
             where=root,
             next_step="name a new or empty folder with --out; nothing was changed",
@@ -185,6 +201,7 @@ def open_run_folder(root: Path, port_name: str) -> RunFolder:
 def _unwritable(root: Path, error: OSError) -> RunFolderError:
     return RunFolderError(
         "the output folder cannot be written",
+        expected="a folder that can be written into",
         found=explain_problem(error),
         where=root,
         next_step="name another folder with --out",
@@ -216,7 +233,11 @@ def require_free(folder: Path) -> None:
     """Raise RunFolderError unless a folder to write into is new or empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunFolderError(
-            "the output folder is occupied", expected="a new or empty folder", where=folder, next_step="name another"
+            "the output folder is occupied",
+            expected="a new or empty folder",
+            found="files in it" if folder.is_dir() else "a file",
+            where=folder,
+            next_step="name another",
         )
 
 

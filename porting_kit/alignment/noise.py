@@ -90,6 +90,7 @@ def compare_logits(
         raise BaseModelError(
             f"The reference has non-finite logits in {dtype} or as the oracle",
             expected="finite logits",
+            found="inf or nan",
             next_step="Look at activations.check_activations; bfloat16 has the range of float32.",
         )
     difference = (first - second).abs()

@@ -14,34 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
+from porting_kit.alignment.generation_settings import GenerationSettings, read_settings
 from porting_kit.alignment.gguf_settings import find_settings, without_progress_bars
 from porting_kit.errors import BaseModelError, EnvironmentMissing
-
-GREEDY_SETTINGS: dict[str, Any] = {
-    "do_sample": False,
-    "num_beams": 1,
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_new_tokens": 0,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-}
-"""What both sides run with, whatever the model's generation config says."""
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "temperature": (1.0,),
-    "top_k": (0, 50),  # 50 is transformers' own default and has no effect without sampling
-    "top_p": (1.0,),
-    "repetition_penalty": (1.0,),
-    "no_repeat_ngram_size": (0,),
-    "min_new_tokens": (0,),
-}
 
 _SDPA_ONLY = {"falcon": "transformers' eager Falcon attention adds the ALiBi bias twice (modeling_falcon.py, 5.24)"}
 
@@ -58,28 +33,6 @@ class LogitsSource(Protocol):
 
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
-
-@dataclass(frozen=True)
-class GenerationSettings:
-    """The settings that both sides of a comparison run with.
-
-    Args:
-        effective: name -> value in force.
-        overridden: name -> value that the model's own files asked for and that is not used.
-        end_ids: every id that ends a text, from config, generation config and tokenizer.
-        end_id_sources: id -> the files that name it.
-    """
-
-    effective: dict[str, Any]
-    overridden: dict[str, Any]
-    end_ids: tuple[int, ...]
-    end_id_sources: dict[int, tuple[str, ...]]
-
-    def as_dict(self) -> dict[str, Any]:
-        """A JSON-ready dict."""
-        sources = {str(end_id): list(names) for end_id, names in self.end_id_sources.items()}
-        return {**vars(self), "end_ids": list(self.end_ids), "end_id_sources": sources}
 
 
 @dataclass(frozen=True)
@@ -233,7 +186,13 @@ def load_reference(
                 where, config=config, attn_implementation=chosen, **_dtype_option(resolve_dtype(dtype)), **options
             )
     except ImportError as error:
-        raise EnvironmentMissing("The base model needs a package that is missing", found=error, where=path) from error
+        raise EnvironmentMissing(
+            "The base model needs a package that is missing",
+            expected="every package that the model's own code imports",
+            found=error,
+            where=path,
+            next_step="install the package that the error names",
+        ) from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise BaseModelError(
             "transformers cannot load the base model",
@@ -248,6 +207,16 @@ def load_reference(
     return reference_from_model(model, tokenizer=tokenizer, attention=f"{chosen}: {reason}", where=str(path))
 
 
+def _unreadable_config(error: Exception, path: str | Path) -> BaseModelError:
+    return BaseModelError(
+        "transformers cannot read the base model's config",
+        expected="a config.json that this transformers reads",
+        found=error,
+        where=path,
+        next_step="correct config.json, or install the transformers that the model asks for",
+    )
+
+
 def read_base_config(path: str | Path) -> tuple[Any, Any]:
     """The base's config as transformers reads it, and the class of its model.
 
@@ -258,7 +227,7 @@ def read_base_config(path: str | Path) -> tuple[Any, Any]:
     try:
         return _read_config(where, options | {"local_files_only": True, "trust_remote_code": False})
     except (ImportError, OSError, ValueError, KeyError) as error:
-        raise BaseModelError("transformers cannot read the base model's config", found=error, where=path) from error
+        raise _unreadable_config(error, path) from error
 
 
 def read_reference_settings(path: str | Path) -> tuple[GenerationSettings, Any]:
@@ -276,7 +245,7 @@ def read_reference_settings(path: str | Path) -> tuple[GenerationSettings, Any]:
         with without_progress_bars():
             config, _ = _read_config(where, options)
     except (ImportError, OSError, ValueError, KeyError) as error:
-        raise BaseModelError("transformers cannot read the base model's config", found=error, where=path) from error
+        raise _unreadable_config(error, path) from error
     generation_config = None
     with contextlib.suppress(OSError, ValueError):
         generation_config = GenerationConfig.from_pretrained(_location(path)[0], local_files_only=True)
@@ -307,28 +276,6 @@ def reference_from_model(model: Any, *, tokenizer: Any = None, attention: str = 
     return Reference(model.eval(), settings, tokenizer, attention or model.config._attn_implementation, where)
 
 
-def read_settings(config: Any, generation_config: Any = None, tokenizer: Any = None) -> GenerationSettings:
-    """The greedy settings, what they override in the model's generation config, and every end id.
-
-    End ids that only one of the three files names, and a generation config that samples, both make an engine and
-    transformers differ although the port is right.
-    """
-    asked = generation_config.to_diff_dict() if generation_config is not None else {}
-    overridden = {
-        name: asked[name]
-        for name, value in GREEDY_SETTINGS.items()
-        if name in asked and asked[name] != value and asked[name] not in _NEUTRAL.get(name, (None,))
-    }
-    sources: dict[int, list[str]] = {}
-    for name, holder in (("config", config), ("generation config", generation_config), ("tokenizer", tokenizer)):
-        found = getattr(holder, "eos_token_id", None)
-        for end_id in found if isinstance(found, list | tuple) else [found]:
-            if end_id is not None and end_id >= 0:
-                sources.setdefault(int(end_id), []).append(name)
-    named = {end_id: tuple(dict.fromkeys(names)) for end_id, names in sorted(sources.items())}
-    return GenerationSettings(dict(GREEDY_SETTINGS), overridden, tuple(named), named)
-
-
 def choose_attention(model_type: str, asked: str | None = None) -> tuple[str, str]:
     """Attention implementation and the reason. Eager is the plain formula; some families' eager path is wrong."""
     if asked is not None:
@@ -346,7 +293,12 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """
     found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise BaseModelError("Unknown dtype", expected="float32, float16, bfloat16 or float64", found=dtype)
+        raise BaseModelError(
+            "Unknown dtype",
+            expected="float32, float16, bfloat16 or float64",
+            found=dtype,
+            next_step="set dtype to one of them",
+        )
     return found
 
 
@@ -368,7 +320,13 @@ def _location(path: Path) -> tuple[str, dict[str, Any]]:
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
         return str(path), {}
-    raise BaseModelError("The base model is not there", expected="a model folder or a .gguf file", found=path)
+    raise BaseModelError(
+        "The base model is not there",
+        expected="a model folder or a .gguf file",
+        found="another file" if path.is_file() else "no such file or folder",
+        where=path,
+        next_step="correct base in the port file, or fetch the model",
+    )
 
 
 def _settings_location(path: Path) -> tuple[str, dict[str, Any]]:

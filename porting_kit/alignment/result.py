@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from porting_kit.alignment.generation_settings import GenerationSettings
 from porting_kit.alignment.inherent import InherentDifference
 from porting_kit.alignment.noise import LogitsNoise
 from porting_kit.alignment.oracle import JudgedText, Status
-from porting_kit.alignment.reference import GenerationSettings
 from porting_kit.outcomes import Coverage, Verdict, not_covered
 
 

@@ -116,7 +116,13 @@ def _find_layers(model: nn.Module, where: Path) -> list[nn.Module]:
     """The stack of layers: the module list that holds most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
     if not lists:
-        raise BaseModelError("the base has no stack of layers to stream", found=type(model).__name__, where=where)
+        raise BaseModelError(
+            "the base has no stack of layers to stream",
+            expected="a model whose decoder layers are one list",
+            found=type(model).__name__,
+            where=where,
+            next_step="load the base as a whole: --no-stream",
+        )
     return list(max(lists, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters())))
 
 

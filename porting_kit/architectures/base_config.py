@@ -165,6 +165,8 @@ class BaseConfig:
         first = self.refusals[0]
         raise BaseModelError(
             f"TensorRT-LLM's {self.architecture} has no counterpart for {first.key} = {first.value!r}: {first.effect}",
+            expected="settings that the class has",
+            found=f"{first.key} = {first.value!r}",
             where=f"{self.where}; {first.source}",
             items=[f"{r.key} = {r.value!r} ({r.effect})" for r in self.refusals[1:]],
             next_step="the model would build and run with different arithmetic; it cannot be ported as it is",
@@ -206,13 +208,26 @@ def _load_raw(path: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str
             expected="a Hugging Face model folder, its config.json, or a .gguf file",
             found="no such folder" if not path.exists() else "a folder without config.json",
             where=path,
+            next_step="correct base in the port file, or fetch config.json",
         )
     try:
         raw = read_json(file)
     except ValueError as error:
-        raise BaseModelError("config.json is not JSON", found=error, where=file) from None
+        raise BaseModelError(
+            "config.json is not JSON",
+            expected="a JSON object",
+            found=error,
+            where=file,
+            next_step="fetch config.json again",
+        ) from None
     if not isinstance(raw, dict):
-        raise BaseModelError("config.json is not a JSON object", found=type(raw).__name__, where=file)
+        raise BaseModelError(
+            "config.json is not a JSON object",
+            expected="a JSON object",
+            found=type(raw).__name__,
+            where=file,
+            next_step="fetch config.json again",
+        )
     if "base_model_name_or_path" in raw and "hidden_size" not in raw and "model_type" not in raw:
         raise BaseModelError(
             "this folder holds Medusa heads only, not a base model",

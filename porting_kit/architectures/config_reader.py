@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from porting_kit.architectures.dtypes import read_dtype
 from porting_kit.architectures.family import ByKey, Family, Refusal
 from porting_kit.architectures.fields import ACTIVATIONS, IGNORED_KEYS, KNOWN_ACTIVATIONS
 from porting_kit.architectures.names import evaluate_dim
@@ -88,8 +89,6 @@ LETTER_OF = {
     "rotary_dim": "Q",
     "embedding_size": "P",
 }
-DTYPES = {"float16": "float16", "half": "float16", "bfloat16": "bfloat16", "float32": "float32"}
-DTYPES |= {"float": "float32", "float64": "float64", "double": "float64"}
 
 
 @dataclass(frozen=True)
@@ -149,6 +148,7 @@ class ConfigReader:
             raise BaseModelError(
                 f"the config lacks {name}",
                 expected=f"a key among {list(spellings)}",
+                found="no such key",
                 where=self.where,
                 next_step="complete config.json; nothing is guessed",
             )
@@ -158,8 +158,10 @@ class ConfigReader:
             if name == "head_size" and known["E"] % known["H"]:
                 raise BaseModelError(
                     "hidden size is no multiple of the number of heads, and the config states no head size",
+                    expected="a hidden size that the heads divide, or a head size",
                     found=f"hidden size {known['E']}, {known['H']} heads",
                     where=self.where,
+                    next_step="add head_dim to config.json",
                 )
             try:
                 self.origins[name] = Origin("derived", None, default)
@@ -175,8 +177,10 @@ class ConfigReader:
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise BaseModelError(
                 f"{name} is not a positive whole number",
+                expected="a whole number above 0",
                 found=repr(value),
                 where=f"{self.where}: {self.origins[name].key}",
+                next_step="correct the key in config.json",
             )
 
 
@@ -227,7 +231,7 @@ def normalise_config(raw: Mapping[str, Any], family: Family, where: str) -> dict
             target[name] = value
             reader.origins[f"switch:{name}" if name in family.switches else name] = Origin("derived", None, how)
     if values["dtype"] is not None:
-        values["dtype"] = _read_dtype(values["dtype"], where)
+        values["dtype"] = read_dtype(values["dtype"], where)
     _check_activation(raw, values["activation"], family, where)
     _check_heads(values, where)
     switches = {
@@ -301,20 +305,6 @@ def _read_switch(raw: Mapping[str, Any], rule: Any, reader: ConfigReader, name: 
     return None
 
 
-def _read_dtype(stated: object, where: str) -> str:
-    name = str(stated).removeprefix("torch.")
-    if name not in DTYPES:
-        near = suggest_nearest(name, sorted(DTYPES))
-        raise BaseModelError(
-            f"the config states an unknown dtype {stated!r}",
-            expected=f"one of {sorted(set(DTYPES.values()))}",
-            found=repr(stated),
-            where=where,
-            next_step=f"the nearest is {near}; correct the key" if near else "correct torch_dtype or dtype",
-        )
-    return DTYPES[name]
-
-
 def _check_activation(raw: Mapping[str, Any], stated: object, family: Family, where: str) -> None:
     """Refuse an activation that TensorRT-LLM does not know, and a config that states none by null."""
     rows = [row for row in family.all_fields if row.target == "hidden_act"]
@@ -346,18 +336,28 @@ def _check_heads(values: Mapping[str, Any], where: str) -> None:
     if values["num_heads"] % values["num_kv_heads"]:
         raise BaseModelError(
             "query heads do not divide into key/value heads",
+            expected="query heads that are a multiple of the key/value heads",
             found=f"{values['num_heads']} query heads on {values['num_kv_heads']} key/value heads",
             where=where,
+            next_step="correct the two counts in config.json",
         )
     if values["intermediate_size"] is None:
         raise BaseModelError(
             "the config lacks the width of the MLP",
             expected=f"a key among {list(SPELLINGS['intermediate_size'])}",
+            found="no such key",
             where=where,
+            next_step="complete config.json; nothing is guessed",
         )
     epsilon = values["norm_eps"]
     if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 <= epsilon < math.inf:
-        raise BaseModelError("the norm epsilon is not a finite positive number", found=repr(epsilon), where=where)
+        raise BaseModelError(
+            "the norm epsilon is not a finite positive number",
+            expected="a finite number, 0 or more",
+            found=repr(epsilon),
+            where=where,
+            next_step="correct the key in config.json",
+        )
 
 
 def _find_refusals(raw: Mapping[str, Any], family: Family, reader: ConfigReader) -> tuple[Refusal, ...]:

@@ -40,6 +40,7 @@ class ByKey:
                 f"config key {self.key!r} has a value this family does not know",
                 expected=f"one of {sorted(self.values, key=str)}",
                 found=repr(found),
+                next_step=f"correct {self.key} in config.json",
             )
         return self.values[found]
 
@@ -308,6 +309,7 @@ def find_family(raw: Mapping[str, object], tensor_names: Collection[str] | None 
             return narrowed[0]
         raise BaseModelError(
             "the config names classes of several families",
+            expected="classes of one family",
             found=f"architectures {classes}",
             items=[f.name for f in by_class],
             next_step="leave one class in `architectures`",

@@ -27,7 +27,13 @@ def use_family_file(path: str | Path) -> Family:
     """
     path = Path(path).resolve()
     if not path.is_file():
-        raise BaseModelError("there is no such family file", expected="a Python file", where=path, next_step=NEXT_STEP)
+        raise BaseModelError(
+            "there is no such family file",
+            expected="a Python file",
+            found="a folder" if path.is_dir() else "no such file",
+            where=path,
+            next_step=NEXT_STEP,
+        )
     try:
         family = runpy.run_path(str(path)).get("FAMILY")
     except (Exception, SystemExit) as error:

@@ -90,6 +90,7 @@ class GgufHeader:
             raise BaseModelError(
                 f"a GGUF file of architecture {name!r} cannot be read back exactly",
                 expected=f"one of {sorted(GGUF_ARCHITECTURES)}",
+                found=repr(name),
                 where=self.where,
                 next_step="use the model's Hugging Face folder",
             )
@@ -103,7 +104,13 @@ def read_gguf_header(file: Path) -> GgufHeader:
         BaseModelError: no GGUF file, a version this reader does not know, or a file cut short.
     """
     if not file.is_file():
-        raise BaseModelError("the GGUF file does not exist", where=file)
+        raise BaseModelError(
+            "the GGUF file does not exist",
+            expected="a .gguf file",
+            found="no such file",
+            where=file,
+            next_step="correct base in the port file, or fetch the file",
+        )
     status = file.stat()
     return _read_header(file, status.st_size, status.st_mtime_ns)
 
@@ -117,26 +124,46 @@ def _read_header(file: Path, size: int, changed_ns: int) -> GgufHeader:
             pointer = start.startswith(b"version https://git-lfs")
             raise BaseModelError(
                 f"{file.name} is a pointer, not weights" if pointer else f"{file.name} is not a GGUF file",
+                expected="the four letters GGUF at its beginning",
+                found="a git-lfs pointer" if pointer else repr(start[:4]),
                 where=file,
-                next_step="fetch the large files (`git lfs pull`)" if pointer else None,
+                next_step="fetch the large files (`git lfs pull`)"
+                if pointer
+                else "name a .gguf file, or download it again",
             )
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data, 4)
             try:
                 version, num_tensors, num_settings = cursor.take("<IQQ")
                 if version not in (2, 3):
-                    raise BaseModelError(f"{file.name} is GGUF version {version}", expected="2 or 3", where=file)
+                    raise BaseModelError(
+                        f"{file.name} is GGUF version {version}",
+                        expected="2 or 3",
+                        found=version,
+                        where=file,
+                        next_step="use the model's Hugging Face folder, or convert it with a current llama.cpp",
+                    )
                 settings = dict(cursor.take_setting() for _ in range(num_settings))
                 records = [cursor.take_record() for _ in range(num_tensors)]
             except (struct.error, UnicodeDecodeError, KeyError, OverflowError) as problem:
                 raise BaseModelError(
-                    f"the header of {file.name} is damaged or cut short", found=repr(problem), where=file
+                    f"the header of {file.name} is damaged or cut short",
+                    expected="settings and tensors as the header counts them",
+                    found=repr(problem),
+                    where=file,
+                    next_step="download the file again",
                 ) from None
             alignment = settings.get("general.alignment", 32)
             first = -(-cursor.position // alignment) * alignment
     tensors = tuple(GgufTensor(name, shape, storage, first + offset) for name, shape, storage, offset in records)
     if tensors and max(tensor.offset for tensor in tensors) >= size:
-        raise BaseModelError(f"{file.name} is cut short", where=file, next_step="download the file again")
+        raise BaseModelError(
+            f"{file.name} is cut short",
+            expected="every tensor within the file",
+            found=f"a file of {size} bytes",
+            where=file,
+            next_step="download the file again",
+        )
     return GgufHeader(settings, tensors, file)
 
 
@@ -210,6 +237,8 @@ def read_gguf_config(file: Path) -> dict[str, Any]:
     if "rope_freqs.weight" in tensors:
         raise BaseModelError(
             "the GGUF file holds rotary frequencies as numbers, without the settings they came from",
+            expected="rope scaling by its settings",
+            found="the tensor rope_freqs.weight",
             where=f"{file}: rope_freqs.weight",
             next_step="use the model's Hugging Face folder, whose config states the rope scaling",
         )

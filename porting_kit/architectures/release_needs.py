@@ -62,7 +62,9 @@ def require_release(base: BaseConfig, release: str | None, tp_size: int = 1) -> 
             found=release,
             where=base.where,
             items=[need.what for need in unmet[1:]],
-            next_step=f"use TensorRT-LLM {max(since, key=release_key)} or later" if all(since) else None,
+            next_step=f"use TensorRT-LLM {max(since, key=release_key)} or later"
+            if all(since)
+            else "the model cannot be ported as it is",
         )
 
 

@@ -88,7 +88,11 @@ def _rope_entries(raw: Mapping[str, object], where: str) -> list[tuple[str, Mapp
             continue
         if not isinstance(record, Mapping):
             raise BaseModelError(
-                f"config key {name!r} is not a mapping", expected="{...} or null", found=repr(record), where=where
+                f"config key {name!r} is not a mapping",
+                expected="{...} or null",
+                found=repr(record),
+                where=where,
+                next_step="correct the key in config.json",
             )
         if isinstance(record.get("full_attention"), Mapping):
             entries.append((f"{name}.full_attention.", record["full_attention"]))
@@ -118,7 +122,13 @@ def _agree(
 
 def _check_number(name: str, value: object, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise BaseModelError(f"{name} is not a positive number", found=repr(value), where=where)
+        raise BaseModelError(
+            f"{name} is not a positive number",
+            expected="a number above 0",
+            found=repr(value),
+            where=where,
+            next_step="correct the key in config.json",
+        )
 
 
 def _read_scaling(
@@ -145,7 +155,9 @@ def _read_scaling(
             raise BaseModelError(
                 f"rope scaling of kind {kind!r} has no counterpart in TensorRT-LLM",
                 expected=f"one of {sorted(ROPE_KINDS)}",
+                found=repr(kind),
                 where=f"{where}: {prefix.rstrip('.')}",
+                next_step="correct the kind if it is misspelt; a model with other positions cannot be ported",
             )
         values = {
             name: value
@@ -158,6 +170,7 @@ def _read_scaling(
                 expected=f"{list(ROPE_KINDS[kind][0])}",
                 found=f"no {missing}",
                 where=f"{where}: {prefix.rstrip('.')}",
+                next_step="complete the rope scaling in config.json",
             )
         for name in ROPE_KINDS[kind][0]:
             values.setdefault(name, entries[0][1].get(name))
@@ -165,6 +178,7 @@ def _read_scaling(
     if len(found) > 1 and found[0][1] != found[1][1]:
         raise BaseModelError(
             "the config states the rope scaling twice, with different values",
+            expected="one value",
             found=", ".join(f"{name} = {value}" for name, value in found),
             where=where,
             next_step="delete the key that is wrong",

@@ -188,8 +188,8 @@ def check_values(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
         finite = torch.isfinite(tensor).all().item()
         raise ConversionError(
             f"{name} does not fit {str(dtype).removeprefix('torch.')}" if finite else f"{name} holds inf or nan",
-            expected=f"values up to {limit:g}",
-            found=f"{largest:g}",
+            expected=f"values up to {limit:g}" if finite else "finite values",
+            found=f"{largest:g}" if finite else f"{int((~torch.isfinite(tensor)).sum())} values that are not finite",
             next_step="convert to bfloat16 or float32" if finite else "the weights are damaged: fetch them again",
         )
 
@@ -237,10 +237,20 @@ def join_pieces(planned: PlannedTensor, parts: Sequence[torch.Tensor]) -> torch.
     """
     first = parts[0]
     if planned.shard.first_rank_only and any(bool(part.any()) for part in parts[1:]):
-        raise ConversionError(f"{planned.target} should be zero on every rank but the first: the ranks are summed")
+        raise ConversionError(
+            f"{planned.target} should be zero on every rank but the first: the ranks are summed",
+            expected="zeros on all ranks but the first",
+            found="other values",
+            next_step="convert again, or write the checkpoint again with its own tool",
+        )
     if planned.shard.dim is None or not planned.pieces[0].slices:  # the same on all ranks
         if not planned.shard.first_rank_only and any(not torch.equal(first, part) for part in parts[1:]):
-            raise ConversionError(f"ranks hold different copies of {planned.target}")
+            raise ConversionError(
+                f"ranks hold different copies of {planned.target}",
+                expected="the same values on all ranks",
+                found="different values",
+                next_step="convert again, or write the checkpoint again with its own tool",
+            )
         return first[: first.shape[0] - planned.padded_rows] if planned.padded_rows else first
     dim = planned.shard.dim
     whole = first.new_zeros(planned.shape)
@@ -251,7 +261,12 @@ def join_pieces(planned: PlannedTensor, parts: Sequence[torch.Tensor]) -> torch.
             values = part.narrow(dim, offset, stop - start)
             place = whole.narrow(dim, start, stop - start)
             if (start, stop) in written and not torch.equal(place, values):
-                raise ConversionError(f"ranks hold different copies of {planned.target}, rows {start} to {stop}")
+                raise ConversionError(
+                    f"ranks hold different copies of {planned.target}, rows {start} to {stop}",
+                    expected="the same values on the ranks that hold these rows",
+                    found="different values",
+                    next_step="convert again, or write the checkpoint again with its own tool",
+                )
             place.copy_(values)
             written.add((start, stop))
             offset += stop - start

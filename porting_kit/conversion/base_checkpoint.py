@@ -94,7 +94,13 @@ def open_base_checkpoint(folder: Path) -> tuple[CheckpointBase, TensorSource]:
     base = CheckpointBase(raw, str(file))
     tp_size, pp_size = base.ranks
     if raw.get("num_medusa_heads"):
-        raise CheckpointError("the base checkpoint holds Medusa heads already", where=file)
+        raise CheckpointError(
+            "the base checkpoint holds Medusa heads already",
+            expected="a checkpoint of the base alone",
+            found=f"num_medusa_heads {raw['num_medusa_heads']}",
+            where=file,
+            next_step="convert the base again without heads, or use this checkpoint as it is",
+        )
     if (raw.get("quantization") or {}).get("quant_algo"):
         raise CheckpointError(
             "heads can only join a base checkpoint in floating point",

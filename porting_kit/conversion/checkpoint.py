@@ -81,10 +81,22 @@ class RankFile:
         try:
             self.descriptor = os.open(self.partial, os.O_RDWR)
         except OSError as error:
-            raise CheckpointError("the interrupted file is gone", found=error, where=self.partial) from None
+            raise CheckpointError(
+                "the interrupted file is gone",
+                expected="the file that the interrupted run wrote into",
+                found=error,
+                where=self.partial,
+                next_step="convert again: nothing of it is left to go on with",
+            ) from None
         if os.fstat(self.descriptor).st_size != size or os.pread(self.descriptor, len(head), 0) != head:
             self.close()
-            raise CheckpointError("the interrupted file is of another conversion", where=self.partial)
+            raise CheckpointError(
+                "the interrupted file is of another conversion",
+                expected="the header and the length of this conversion",
+                found="others",
+                where=self.partial,
+                next_step="remove the file, and convert again",
+            )
 
     def write(self, name: str, tensor: torch.Tensor, place: int = 0) -> None:
         """Put values into their place: a whole tensor, or a part that starts at byte `place` of the tensor."""
@@ -93,7 +105,13 @@ class RankFile:
         offset, size = self.offsets[name]
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
         if place + len(data) > size:
-            raise CheckpointError(f"{name} has {len(data)} bytes", expected=f"{size} bytes", where=self.path)
+            raise CheckpointError(
+                f"{name} has {len(data)} bytes",
+                expected=f"{size} bytes",
+                found=f"{len(data)} bytes from byte {place} on",
+                where=self.path,
+                next_step="report this: a plan and its tensor differ in size",
+            )
         view, first = memoryview(data), self.start + offset + place
         while view:
             written = os.pwrite(self.descriptor, view, first)
@@ -128,7 +146,13 @@ class RankFile:
     def require_complete(self) -> None:
         """Raise CheckpointError when a part was never written."""
         if self.missing:
-            raise CheckpointError("tensors were never written", where=self.path, items=sorted(self.missing))
+            raise CheckpointError(
+                "tensors were never written",
+                expected="every tensor of the plan",
+                where=self.path,
+                items=sorted(self.missing),
+                next_step="convert again",
+            )
 
     def commit(self) -> None:
         """Flush to the disk and give the file its name. CheckpointError when a part was never written."""

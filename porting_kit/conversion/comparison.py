@@ -121,7 +121,13 @@ def _open_rank(file: Path) -> TensorSource:
     """A rank's tensors. Raises CheckpointError: it has none, which compares equal to anything as empty."""
     entries = read_header(file, CheckpointError)
     if not entries:
-        raise CheckpointError(f"{file.name} holds no tensors", where=file, next_step="convert again")
+        raise CheckpointError(
+            f"{file.name} holds no tensors",
+            expected="at least one tensor",
+            found="none",
+            where=file,
+            next_step="convert again",
+        )
     return TensorSource(entries, file, CheckpointError)
 
 
@@ -135,11 +141,24 @@ def _read_config(folder: Path) -> dict[str, Any]:
             expected="config.json and rank*.safetensors",
             found=", ".join(sorted(item.name for item in folder.glob("*"))[:5]) or "nothing",
             where=folder,
+            next_step="name a folder that a conversion has finished",
         ) from None
     except (OSError, ValueError) as problem:
-        raise CheckpointError("config.json cannot be read", found=explain_problem(problem), where=file) from None
+        raise CheckpointError(
+            "config.json cannot be read",
+            expected="a JSON object",
+            found=explain_problem(problem),
+            where=file,
+            next_step="convert again",
+        ) from None
     if not isinstance(config, dict):
-        raise CheckpointError("config.json is not a JSON object", found=type(config).__name__, where=file)
+        raise CheckpointError(
+            "config.json is not a JSON object",
+            expected="a JSON object",
+            found=type(config).__name__,
+            where=file,
+            next_step="convert again",
+        )
     return config
 
 

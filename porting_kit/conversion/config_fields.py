@@ -173,7 +173,11 @@ def _resolve(row: Field, base: BaseConfig) -> FieldRow:
         value = lookup(base.raw, row.source)
         if value is None and row.default is REQUIRED:
             raise BaseModelError(
-                f"the config lacks {row.source}", expected=f"the value that becomes {row.target}", where=base.where
+                f"the config lacks {row.source}",
+                expected=f"the value that becomes {row.target}",
+                found="no such key",
+                where=base.where,
+                next_step="complete config.json; nothing is guessed",
             )
         kind = "defaulted" if value is None else "kept"
         value = row.default if value is None else value

@@ -93,6 +93,8 @@ def convert_checkpoint(
     if is_base_checkpoint(Path(base_folder)):
         raise CheckpointError(
             "the base is a TensorRT-LLM checkpoint, not a Hugging Face model",
+            expected="a Hugging Face model",
+            found="a TensorRT-LLM checkpoint",
             where=base_folder,
             next_step="name it as base_checkpoint, which adds the heads to it; base stays the Hugging Face model",
         )
@@ -314,6 +316,8 @@ def _refuse_source_folder(out_folder: Path, source: TensorSource, heads: HeadSet
     if out_folder.resolve() in folders:
         raise CheckpointError(
             "the checkpoint would be written into one of its own inputs",
+            expected="a folder that is neither base nor heads",
+            found="one of the two",
             where=out_folder,
             next_step="name another output folder",
         )

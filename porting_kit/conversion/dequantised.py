@@ -86,6 +86,7 @@ def read_matrix(
         if layout is None:
             raise CheckpointError(
                 "this checkpoint's weights are interleaved for a card, and it does not say for which",
+                expected="the card, or weights in plain rows",
                 found=name,
                 next_step="name the base, which tells the layout by its weights: --base DIR",
             )
@@ -162,5 +163,11 @@ def write_dequantised(
 def require_quantised(checkpoint: QuantisedCheckpoint) -> Algorithm:
     """The checkpoint's algorithm. Raises CheckpointError: it has none."""
     if checkpoint.algorithm is None:
-        raise CheckpointError("the checkpoint is not quantised", where=checkpoint.folder)
+        raise CheckpointError(
+            "the checkpoint is not quantised",
+            expected="a quant_algo in config.json",
+            found="none",
+            where=checkpoint.folder,
+            next_step="name the quantised checkpoint; one in 16 bit needs no dequantising",
+        )
     return checkpoint.algorithm

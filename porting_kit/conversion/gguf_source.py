@@ -87,6 +87,8 @@ class GgufSource(TensorSource):
         except ImportError:
             raise EnvironmentMissing(
                 "reading a GGUF file's values needs the gguf package",
+                expected="the package gguf",
+                found="none",
                 next_step="pip install 'porting-kit[gguf]'",
             ) from None
         import numpy
@@ -137,6 +139,7 @@ def open_gguf_source(file: Path) -> GgufSource:
     if unknown:
         raise BaseModelError(
             f"{len(unknown)} tensors of the GGUF file have no Hugging Face name",
+            expected="a Hugging Face name for every tensor",
             where=file,
             items=unknown,
             next_step="use the model's Hugging Face folder",

@@ -28,7 +28,13 @@ def open_heads(path: Path) -> tuple[TensorSource, dict[str, Any]]:
     if path.is_file():
         return TensorSource(read_header(path, HeadsError), path, HeadsError), read_head_config(path.parent)
     if not path.is_dir():
-        raise HeadsError("the heads do not exist", where=path)
+        raise HeadsError(
+            "the heads do not exist",
+            expected="a file of heads, or a folder that holds one",
+            found="no such file or folder",
+            where=path,
+            next_step="correct heads in the port file",
+        )
     config = read_head_config(path)
     files = [path / name for name in HEAD_FILES if (path / name).exists()]
     if not files:
@@ -45,6 +51,7 @@ def open_heads(path: Path) -> tuple[TensorSource, dict[str, Any]]:
                 expected=f"{' or '.join(HEAD_FILES)}, or a model with merged heads",
                 found=problem.subject,
                 where=path,
+                next_step="name the folder or the file that training wrote",
             ) from None
     sources = [TensorSource(read_header(file, HeadsError), file, HeadsError) for file in files]
     if differing := _differences(*sources):
@@ -78,7 +85,13 @@ def read_head_config(folder: Path) -> dict[str, Any]:
     try:
         config = read_json(file)
     except ValueError as error:
-        raise HeadsError("the heads' config.json is not JSON", found=error, where=file) from None
+        raise HeadsError(
+            "the heads' config.json is not JSON",
+            expected="a JSON object",
+            found=error,
+            where=file,
+            next_step="save the heads again, or remove the file: layouts are told by the tensors",
+        ) from None
     if not isinstance(config, dict):
         raise HeadsError(
             "the heads' config.json is no mapping of names to values",

@@ -129,6 +129,7 @@ class HeadSet:
                 if not bool(torch.isfinite(tensor).all()):
                     raise HeadsError(
                         "a head tensor is not finite",
+                        expected="finite values",
                         found=f"{int((~torch.isfinite(tensor)).sum())} values are inf or nan",
                         where=f"{self.where}: {self.origins[name]}",
                         next_step="the heads were saved from a run that diverged; take an earlier checkpoint",
@@ -136,6 +137,8 @@ class HeadSet:
                 if name.endswith("lm_head.weight") and not bool(tensor.any()):
                     raise HeadsError(
                         f"the output matrix of head {head + 1} is all zero",
+                        expected="a trained matrix",
+                        found="zeros alone",
                         where=f"{self.where}: {self.origins[name]}",
                         next_step="the head was never written; save the heads again",
                     )
@@ -227,7 +230,11 @@ def _count(names: HeadNames, where: Path) -> tuple[int, int]:
     heads = sorted({head for head, _ in names.weights})
     if not heads:
         raise HeadsError(
-            "the file holds output matrices but no residual layers", where=where, items=names.outputs.values()
+            "the file holds output matrices but no residual layers",
+            expected="residual layers beside each output matrix",
+            where=where,
+            items=names.outputs.values(),
+            next_step="name the file that holds the whole heads",
         )
     if heads != list(range(len(heads))):
         missing = list(islice((head for head in range(max(heads)) if head not in heads), MISSING_SHOWN))
@@ -246,6 +253,7 @@ def _count(names: HeadNames, where: Path) -> tuple[int, int]:
             expected=f"layers 0 to {len(layers[0]) - 1} in every head",
             found=", ".join(f"head {head + 1}: {found}" for head, found in uneven.items()),
             where=where,
+            next_step="save the heads again, all with the same layers",
         )
     if names.outputs and set(names.outputs) != set(heads):
         raise HeadsError(
@@ -253,6 +261,7 @@ def _count(names: HeadNames, where: Path) -> tuple[int, int]:
             expected=f"one in each of the {len(heads)} heads, or in none",
             found=f"heads {[head + 1 for head in sorted(names.outputs)]} have one",
             where=where,
+            next_step="save the heads again, all with an output matrix or all without",
         )
     return len(heads), len(layers[0])
 
@@ -275,7 +284,13 @@ def _collect(
 ) -> tuple[dict[str, str | None], int, int | None]:
     flat = [name for name in (*names.weights.values(), *names.outputs.values()) if len(source.shape(name)) != 2]
     if flat:
-        raise HeadsError("weights of the heads are no matrices", where=where, items=sorted(flat))
+        raise HeadsError(
+            "weights of the heads are no matrices",
+            expected="weights of two dimensions",
+            where=where,
+            items=sorted(flat),
+            next_step="save the heads again",
+        )
     unlike = [name for name in (*names.weights.values(), *names.biases.values(), *names.outputs.values())
               if source.dtype(name) not in HEAD_DTYPES]  # fmt: skip
     if unlike:
@@ -305,7 +320,13 @@ def _collect(
         if vocab_size is not None:
             expect(f"medusa_heads.{head}.lm_head.weight", names.outputs[head], (vocab_size, hidden_size))
     if wrong:
-        raise HeadsError("the shapes of the heads do not belong together", where=where, items=wrong)
+        raise HeadsError(
+            "the shapes of the heads do not belong together",
+            expected="one hidden size and one vocabulary in all heads",
+            where=where,
+            items=wrong,
+            next_step="save the heads again, or name heads of one base",
+        )
     return origins, hidden_size, vocab_size
 
 

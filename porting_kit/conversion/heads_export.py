@@ -45,6 +45,7 @@ def find_export_layout(name: str) -> HeadLayout:
         raise HeadsError(
             f"no layout has the name {name!r}",
             expected=", ".join(EXPORT_LAYOUTS),
+            found=repr(name),
             next_step=f"did you mean {near!r}?" if near else "name one of them",
         )
     return next(layout for layout in LAYOUTS if layout.name == EXPORT_LAYOUTS[name])
@@ -72,6 +73,7 @@ def export_tensors(
         raise HeadsError(
             f"the layout {layout_name} holds output matrices, and these heads share the base's",
             expected="the base, to copy its output matrix from",
+            found="no base to read",
             where=heads.where,
             next_step="export through a port file whose base has its weights",
         )

@@ -23,7 +23,12 @@ def verify_target(
     """Compare one whole target (vocabulary padding removed) with its sources; ConversionError when they differ."""
     if planned.origin == "zeros":
         if bool(whole.any()):
-            raise ConversionError(f"{planned.target} should be zero and is not")
+            raise ConversionError(
+                f"{planned.target} should be zero and is not",
+                expected="zeros: the base has no such bias",
+                found="other values",
+                next_step="convert again; if it stays, the disk or the memory is faulty",
+            )
         return
     scalars = plan_scalars(plan)
     kinds = {type(operation) for operation in planned.operations}
@@ -43,6 +48,7 @@ def verify_target(
                 f"{planned.target} does not lead back to {name}",
                 expected="the source's values, moved only" if same is _same_bits else "the source within one rounding",
                 found=f"{int((back != expected).sum()) if back.shape == expected.shape else 'all'} values differ",
+                next_step="convert again; if it stays, the disk or the memory is faulty",
             )
 
 
@@ -59,6 +65,7 @@ def verify_fitted(planned: PlannedTensor, joined: torch.Tensor, whole: torch.Ten
             f"{planned.target} on the disk is not what the kernel fit made",
             expected=f"the same bits, shape {list(whole.shape)}",
             found=f"shape {list(joined.shape)}",
+            next_step="convert again; if it stays, the disk or the memory is faulty",
         )
 
 
@@ -69,7 +76,12 @@ def _compare_forward(
     dims, scalars = plan.dims_of(planned), plan_scalars(plan)
     again = apply_operations(planned.operations, sources, planned.group, dims, scalars).to(whole.dtype)
     if not _same_bits(again, whole):
-        raise ConversionError(f"{planned.target} does not follow from {', '.join(planned.sources)}")
+        raise ConversionError(
+            f"{planned.target} does not follow from {', '.join(planned.sources)}",
+            expected="the bits that the rules make of them",
+            found="others",
+            next_step="convert again; if it stays, the disk or the memory is faulty",
+        )
 
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:

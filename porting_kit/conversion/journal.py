@@ -52,6 +52,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
             os.close(descriptor)
             raise CheckpointError(
                 "the output folder is in use by another run",
+                expected="one run at a time",
                 found=f"process {owner or 'unknown'} is converting into it",
                 where=folder,
                 next_step="wait for it, or name another output folder",

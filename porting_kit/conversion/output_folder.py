@@ -95,6 +95,7 @@ def open_output(
     if in_the_way := [name for name in names if (path / name).is_dir()]:
         raise CheckpointError(
             "the output folder holds folders of the names that files need",
+            expected="files, or nothing, under these names",
             where=path,
             items=in_the_way,
             next_step="name another output folder; nothing was changed",
@@ -192,6 +193,7 @@ def _explain(error: OSError, path: Path) -> CheckpointError:
         )
     return CheckpointError(
         "the output folder cannot be written",
+        expected="a folder that can be written into",
         found=explain_problem(error),
         where=path,
         next_step="name another output folder",

@@ -94,15 +94,22 @@ def _check_request(base: BaseConfig, tp_size: int, pp_size: int, dtype: str) -> 
         raise ConversionError(
             f"a checkpoint of dtype {dtype!r} cannot be written",
             expected=f"one of {list(CHECKPOINT_DTYPES)}",
+            found=repr(dtype),
             next_step="quantised checkpoints are made by TensorRT-LLM's own quantisation from this one",
         )
     if tp_size < 1 or pp_size < 1:
-        raise ConversionError("ranks are counted from one", found=f"tp_size {tp_size}, pp_size {pp_size}")
+        raise ConversionError(
+            "ranks are counted from one",
+            expected="tp_size and pp_size from 1",
+            found=f"tp_size {tp_size}, pp_size {pp_size}",
+            next_step="correct target.tp_size and target.pp_size",
+        )
     if base.num_heads % tp_size:
         raise UnevenRanks(
             "query heads do not divide over the ranks",
             expected=f"tp_size among the divisors of {base.num_heads}",
             found=f"tp_size {tp_size}",
+            next_step="correct target.tp_size",
         )
     if pp_size > 1 and not base.definition.pipeline:
         raise UnevenRanks(
@@ -110,6 +117,7 @@ def _check_request(base: BaseConfig, tp_size: int, pp_size: int, dtype: str) -> 
             expected="pp_size 1",
             found=f"pp_size {pp_size}",
             where=f"tensorrt_llm/models/{base.definition.model_folder}/model.py 0.13.0.dev2024090300",
+            next_step="set target.pp_size: 1, and split by target.tp_size",
         )
     if pp_size > 1 and base.switches.get("shares_embedding"):
         raise UnevenRanks(
@@ -117,10 +125,14 @@ def _check_request(base: BaseConfig, tp_size: int, pp_size: int, dtype: str) -> 
             expected="pp_size 1, or a release whose class takes an output matrix of its own",
             found=f"pp_size {pp_size}, share_embedding_table",
             where="tensorrt_llm/models/modeling_utils.py 0.13.0.dev2024090300",
+            next_step="set target.pp_size: 1, and split by target.tp_size",
         )
     if base.num_layers % pp_size:
         raise UnevenRanks(
-            "layers do not divide over the pipeline ranks", found=f"{base.num_layers} layers, pp_size {pp_size}"
+            "layers do not divide over the pipeline ranks",
+            expected=f"pp_size among the divisors of {base.num_layers}",
+            found=f"{base.num_layers} layers, pp_size {pp_size}",
+            next_step="correct target.pp_size",
         )
 
 
@@ -146,7 +158,10 @@ def _canonical_names(family: Family, names: Sequence[str]) -> dict[str, str]:
         chosen = next((candidate for candidate in candidates if _generic(candidate) in patterns), name)
         if chosen in canonical:
             raise SurplusTensors(
-                f"{chosen} is there twice under different prefixes", found=f"{canonical[chosen]} and {name}"
+                f"{chosen} is there twice under different prefixes",
+                expected="each tensor once",
+                found=f"{canonical[chosen]} and {name}",
+                next_step="remove the tensors that do not belong to this model",
             )
         canonical[chosen] = name
     return canonical
@@ -202,6 +217,7 @@ class _Builder:
         if mismatched:
             raise ShapeMismatch(
                 f"{len(mismatched)} tensors have other shapes than the config says",
+                expected="the config's shapes",
                 where=self.source.where,
                 items=mismatched,
                 next_step="config and weights are of different models or versions: fetch both again",
@@ -222,6 +238,7 @@ class _Builder:
             )
         raise MissingTensors(
             f"{len(missing)} tensors that {self.base.family} needs are missing",
+            expected="every tensor of the family's rules",
             found=f"{len(self.source.names())} tensors, {len(surplus)} of them unknown to {self.base.family}"
             + (f" (such as {surplus[0]})" if surplus else ""),
             where=self.source.where,
@@ -252,6 +269,7 @@ class _Builder:
         if surplus:
             raise SurplusTensors(
                 f"{len(surplus)} tensors of the model have no place in TensorRT-LLM's {self.base.architecture}",
+                expected="the tensors of the family's rules",
                 where=self.source.where,
                 items=[f"{name} {list(self.source.shape(name))}" for name in surplus],
                 next_step="the model has parts its config does not speak of; they would be lost",

@@ -53,6 +53,7 @@ class Proof:
         if self.failures:
             raise ConversionError(
                 self.failures[0].message,
+                expected="every tensor leads back to the base's and the heads' own",
                 found=f"{len(self.failures)} of {self.proved + len(self.failures)} tensors fail",
                 items=[failure.target for failure in self.failures],
                 next_step="convert again; if it stays, the disk or the memory is faulty",

@@ -88,6 +88,7 @@ def require_consistent(checkpoint: QuantisedCheckpoint) -> None:
         )
     raise CheckpointError(
         f"the quantised checkpoint contradicts itself in {len(faults)} places: {faults[0].text}",
+        expected="a config, weights and scales that agree",
         found=faults[0].module,
         where=checkpoint.folder,
         items=[f"{fault.module}: {fault.kind}" for fault in faults],

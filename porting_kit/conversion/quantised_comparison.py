@@ -146,6 +146,7 @@ def compare_ranks(
             expected=f"{len(ranks)} ranks",
             found=f"{len(checkpoint.ranks)} ranks",
             where=checkpoint.folder,
+            next_step="convert the base for the checkpoint's ranks",
         )
     found, shared = [], find_shared_scales(checkpoint, ranks, layout)
     for rank, wanted in enumerate(ranks):
@@ -269,5 +270,6 @@ def _find_reference(tensors: Mapping[str, torch.Tensor], module: str, matrix: St
             expected="no such matrix" if wanted is None else list(wanted.shape),
             found=list(matrix.numbers.shape),
             where=label,
+            next_step="name the base that the checkpoint was made of",
         )
     return wanted.float()

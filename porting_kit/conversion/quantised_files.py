@@ -164,7 +164,11 @@ def read_quantised(folder: str | Path) -> QuantisedCheckpoint:
         entries = read_header(folder / name, CheckpointError)
         if not entries:
             raise CheckpointError(
-                f"{name} holds no tensors", where=folder / name, next_step="quantise again: nothing was exported"
+                f"{name} holds no tensors",
+                expected="at least one tensor",
+                found="none",
+                where=folder / name,
+                next_step="quantise again: nothing was exported",
             )
         ranks.append({entry.name: (DTYPE_CODES[entry.dtype], entry.shape) for entry in entries.values()})
     return QuantisedCheckpoint(folder, config, tuple(ranks))
@@ -177,19 +181,31 @@ def read_checkpoint_config(folder: Path) -> dict[str, Any]:
         CheckpointError: no such folder or file, no JSON object, an unusable field, or context parallelism.
     """
     if not folder.is_dir():
-        found = "a file" if folder.exists() else None
-        raise CheckpointError("there is no such checkpoint folder", found=found, where=folder)
+        raise CheckpointError(
+            "there is no such checkpoint folder",
+            expected="a folder with config.json and rank*.safetensors",
+            found="a file" if folder.exists() else "nothing",
+            where=folder,
+            next_step="name the checkpoint's folder",
+        )
     try:
         config = read_json(folder / "config.json")
     except (OSError, ValueError) as error:
         found = explain_problem(error)
-        raise CheckpointError("the checkpoint has no readable config.json", found=found, where=folder) from None
+        raise CheckpointError(
+            "the checkpoint has no readable config.json",
+            expected="a JSON file",
+            found=found,
+            where=folder,
+            next_step="name the checkpoint's folder, or write the checkpoint again",
+        ) from None
     if not isinstance(config, dict):
         raise CheckpointError(
             "the checkpoint's config.json is no JSON object",
             expected="an object with architecture, dtype, hidden_size and more",
             found=type(config).__name__,
             where=folder / "config.json",
+            next_step="write the checkpoint again",
         )
     _check_config(config, folder)
     return config
@@ -246,6 +262,7 @@ def _check_quantization(section: Mapping[str, Any], folder: Path) -> None:
             expected=f"quantization.quant_algo: {', '.join(ALGORITHMS)}, or null",
             found=repr(algorithm)[:120],
             where=folder / "config.json",
+            next_step="quantise again with one of these algorithms",
         )
     if cache is not None and (not isinstance(cache, str) or cache not in CACHE_ALGORITHMS):
         _refuse_field(folder, "quantization.kv_cache_quant_algo", f"{' or '.join(CACHE_ALGORITHMS)}, or null", cache)

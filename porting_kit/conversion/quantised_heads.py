@@ -76,8 +76,10 @@ def _require_fit(checkpoint: QuantisedCheckpoint, heads: HeadSet) -> None:
     if config.get("num_medusa_heads"):
         raise CheckpointError(
             "the checkpoint has Medusa heads already",
+            expected="a base without heads",
             found=f"num_medusa_heads {config['num_medusa_heads']}",
             where=where,
+            next_step="name the quantised base alone, or use this checkpoint as it is",
         )
     if heads.hidden_size != config.get("hidden_size"):
         raise CheckpointError(
@@ -85,6 +87,7 @@ def _require_fit(checkpoint: QuantisedCheckpoint, heads: HeadSet) -> None:
             expected=config.get("hidden_size"),
             found=heads.hidden_size,
             where=heads.where,
+            next_step="name heads that were trained on this base",
         )
     kind, shape = checkpoint.ranks[-1].get("lm_head.weight", ("none", (0,)))
     rows = -(-config["vocab_size"] // checkpoint.tp_size)
@@ -102,12 +105,15 @@ def _require_fit(checkpoint: QuantisedCheckpoint, heads: HeadSet) -> None:
             expected=config["vocab_size"],
             found=heads.vocab_size,
             where=heads.where,
+            next_step="name heads that were trained on this base",
         )
     if not heads.own_output and kind not in ("F16", "BF16", "F32"):
         raise CheckpointError(
             "the heads share the base's output matrix, and that is quantised",
-            next_step="leave lm_head out of the quantisation, or train heads with output matrices of their own",
+            expected="an output matrix in 16 bit, or heads with their own",
+            found=f"lm_head.weight in {kind}",
             where=where,
+            next_step="leave lm_head out of the quantisation, or train heads with output matrices of their own",
         )
 
 

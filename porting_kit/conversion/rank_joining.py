@@ -44,7 +44,11 @@ def join_ranks(
         for piece in pieces:
             if piece.name not in ranks[piece.rank]:
                 raise CheckpointError(
-                    "a rank's file lacks a tensor", expected=piece.name, where=where / f"rank{piece.rank}.safetensors"
+                    "a rank's file lacks a tensor",
+                    expected=piece.name,
+                    found="no such tensor",
+                    where=where / f"rank{piece.rank}.safetensors",
+                    next_step="write the checkpoint again, and name the base that it was made of",
                 )
             used.add((piece.rank, piece.name))
             parts.append(ranks[piece.rank][piece.name])
@@ -53,8 +57,10 @@ def join_ranks(
     if surplus:
         raise CheckpointError(
             f"the checkpoint holds {len(surplus)} tensors that this model has not",
+            expected="the tensors of the base's class",
             where=where,
             items=[f"rank{rank}: {name}" for rank, name in surplus],
+            next_step="name the base that the checkpoint was made of",
         )
     return joined
 
@@ -74,4 +80,5 @@ def _join(planned: PlannedTensor, parts: Sequence[torch.Tensor], where: Path) ->
         expected=[list(piece.shape) for piece in planned.pieces],
         found=[list(part.shape) for part in parts],
         where=where,
+        next_step="write the checkpoint again, cut as this class reads it",
     )

@@ -80,7 +80,11 @@ def cut_pieces(name: str, stage: int, shape: Shape, shard: Shard, dims: Dims, tp
             slices = shard_slices(shard, size, dims, tp_size, tp_rank)
         except ValueError as problem:
             raise UnevenRanks(
-                f"{name} cannot be split over {tp_size} ranks", found=problem, where=f"shape {list(shape)}"
+                f"{name} cannot be split over {tp_size} ranks",
+                expected="a dimension that the ranks divide",
+                found=problem,
+                where=f"shape {list(shape)}",
+                next_step="choose another target.tp_size",
             ) from None
         part = list(shape)
         if slices:

@@ -21,6 +21,7 @@ from porting_kit.conversion.planned import ConversionPlan, PlannedTensor, plan_s
 from porting_kit.conversion.row_map import PieceRows, RowMap, map_rows
 from porting_kit.conversion.tensor_source import TensorSource
 from porting_kit.conversion.weight_files import ITEM_BYTES
+from porting_kit.errors import ConversionError
 
 if TYPE_CHECKING:
     from porting_kit.conversion.heads import HeadSet
@@ -136,8 +137,18 @@ class SpanMaker:
         """Make one span and write it into every rank that holds a part of it.
 
         Raises:
-            ConversionError: a value is not finite, or does not survive the cast.
+            ConversionError: a value is not finite, or does not survive the cast; names the files of its sources.
         """
+        try:
+            self._write(span, write)
+        except ConversionError as error:
+            raise error.at(self._name_sources(span.planned)) from None
+
+    def _name_sources(self, planned: PlannedTensor) -> str:
+        located = [self._locate(planned, name) for name in planned.sources]
+        return "; ".join(f"{source.entries[name].file}: {name}" for source, name in located if source is not None)
+
+    def _write(self, span: Span, write: Write) -> None:
         if span.rows is None:
             self._write_whole(span.planned, write)
             return

@@ -171,7 +171,13 @@ def _load_pickle(file: Path, error: type[PortingKitError]) -> dict:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as problem:
-        raise error(f"{file.name} cannot be read", found=describe_load_error(problem), where=file) from None
+        raise error(
+            f"{file.name} cannot be read",
+            expected="tensors by name, as torch.save writes them",
+            found=describe_load_error(problem),
+            where=file,
+            next_step="download the file again, or save it as safetensors",
+        ) from None
 
 
 def open_tensor_source(path: str | Path) -> TensorSource:
@@ -192,7 +198,13 @@ def open_tensor_source(path: str | Path) -> TensorSource:
     if path.is_file():
         return TensorSource(read_header(path), path)
     if not path.is_dir():
-        raise BaseModelError("the base model's folder does not exist", where=path)
+        raise BaseModelError(
+            "the base model's folder does not exist",
+            expected="a folder with weights, or a weight file",
+            found="no such folder",
+            where=path,
+            next_step="correct base in the port file, or fetch the model",
+        )
     for index_name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (path / index_name).is_file():
             return TensorSource(_read_indexed(path / index_name), path)
@@ -238,6 +250,7 @@ def _merge_files(files: Iterable[Path]) -> dict[str, TensorEntry]:
             f"{len(doubled)} tensors lie in two files",
             expected="each tensor once",
             found=", ".join(f"{a} and {b}" for a, b in sorted(pairs)),
+            where=merged[doubled[0]].file.parent,
             items=doubled,
             next_step="remove the file that does not belong to this model",
         )
@@ -278,6 +291,7 @@ def _read_indexed(index: Path) -> dict[str, TensorEntry]:
     if absent := [file.name for file in files if not file.exists()]:
         raise BaseModelError(
             f"{len(absent)} of the {len(files)} shards that the index names are missing",
+            expected="every shard of the index",
             where=index,
             items=absent,
             next_step="fetch the missing files",

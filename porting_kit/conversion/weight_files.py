@@ -111,7 +111,13 @@ def read_header(file: Path, error: type[PortingKitError] = BaseModelError) -> di
 def check_file(file: Path, error: type[PortingKitError] = BaseModelError) -> None:
     """Refuse a file that is missing, empty, or a large-file pointer in place of weights."""
     if not file.is_file():
-        raise error("a weight file is missing", where=file, next_step="fetch the model again, all files")
+        raise error(
+            "a weight file is missing",
+            expected="a weight file",
+            found="a folder" if file.is_dir() else "no such file",
+            where=file,
+            next_step="fetch the model, or write the checkpoint, again: all files",
+        )
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(64)
@@ -124,10 +130,13 @@ def check_file(file: Path, error: type[PortingKitError] = BaseModelError) -> Non
             next_step="fetch the large files (`git lfs pull`) or download the model again",
         )
     if size == 0:
-        raise error(f"{file.name} is empty", where=file, next_step="download the file again")
+        raise error(
+            f"{file.name} is empty", expected="weights", found="0 bytes", where=file, next_step="download it again"
+        )
     if WEB_PAGE.match(start):
         raise error(
             f"{file.name} is a web page, not weights",
+            expected="weights",
             found=start[:40].decode("utf-8", "replace"),
             where=file,
             next_step="download the file again",
@@ -158,10 +167,17 @@ def _read_safetensors_header(file: Path, error: type[PortingKitError]) -> dict[s
             )
         try:
             header = json.loads(stream.read(length))
-        except (ValueError, RecursionError) as problem:
-            raise error(f"the header of {file.name} is damaged", found=problem, where=file) from None
+            problem = f"{type(header).__name__} in place of it"
+        except (ValueError, RecursionError) as failure:
+            header, problem = None, str(failure)
     if not isinstance(header, dict):
-        raise error(f"the header of {file.name} is damaged", found=type(header).__name__, where=file)
+        raise error(
+            f"the header of {file.name} is damaged",
+            expected="a JSON object",
+            found=problem,
+            where=file,
+            next_step="download the file again",
+        )
     header.pop("__metadata__", None)
     entries, end = {}, 0
     for name, record in header.items():
@@ -171,10 +187,17 @@ def _read_safetensors_header(file: Path, error: type[PortingKitError]) -> dict[s
                 expected=f"dtype, shape and data_offsets of {name!r}",
                 found=repr(record)[:120],
                 where=file,
+                next_step="download the file again",
             )
         dtype = SAFETENSORS_DTYPES.get(record["dtype"])
         if dtype is None:
-            raise error(f"tensor {name!r} has the unknown dtype {record['dtype']!r}", where=file)
+            raise error(
+                f"tensor {name!r} has the unknown dtype {record['dtype']!r}",
+                expected=f"one of {', '.join(SAFETENSORS_DTYPES)}",
+                found=record["dtype"],
+                where=file,
+                next_step="save the tensor in one of these types",
+            )
         first, last = record["data_offsets"]
         entry = TensorEntry(name, dtype, tuple(record["shape"]), file, 8 + length + first)
         if last - first != entry.num_bytes:
@@ -183,6 +206,7 @@ def _read_safetensors_header(file: Path, error: type[PortingKitError]) -> dict[s
                 expected=f"{entry.num_bytes} bytes for {name} {list(entry.shape)} {dtype}",
                 found=f"{last - first} bytes",
                 where=file,
+                next_step="download the file again",
             )
         entries[name], end = entry, max(end, last)
     _refuse_overlaps(entries, file, error)
@@ -263,7 +287,13 @@ def _read_zip_pickle(file: Path, error: type[PortingKitError]) -> dict[str, Tens
     with archive:
         name = next((n for n in archive.namelist() if n.endswith("/data.pkl")), None)
         if name is None:
-            raise error(f"{file.name} holds no state dict", found=f"{len(archive.namelist())} entries", where=file)
+            raise error(
+                f"{file.name} holds no state dict",
+                expected="one entry data.pkl, as torch.save writes it",
+                found=f"{len(archive.namelist())} entries",
+                where=file,
+                next_step="save the weights again with torch.save, or as safetensors",
+            )
         try:
             with archive.open(name) as stream:
                 state = _HeaderUnpickler(stream).load()
@@ -331,7 +361,11 @@ def _tensors_of(state: object, file: Path, error: type[PortingKitError]) -> list
         state = state["state_dict"]
     if not isinstance(state, dict) or any(not isinstance(value, _Tensor) for value in state.values()):
         raise error(
-            f"{file.name} is not a plain state dict", expected="tensors by name", found=type(state).__name__, where=file
+            f"{file.name} is not a plain state dict",
+            expected="tensors by name",
+            found=type(state).__name__,
+            where=file,
+            next_step="save the state dict alone, or as safetensors",
         )
     return [(str(name), value) for name, value in state.items()]
 
@@ -352,6 +386,7 @@ def _read_legacy_pickle(file: Path, error: type[PortingKitError]) -> dict[str, T
     except Exception as problem:
         raise error(
             f"{file.name} is neither a safetensors nor a PyTorch weight file, or is damaged",
+            expected="a safetensors file, or one of torch.save",
             found=describe_load_error(problem),
             where=file,
             next_step="download the file again, or save it as safetensors",

@@ -68,6 +68,7 @@ def undo_interleaving(stored: torch.Tensor, layout: StoredLayout, *, bits: int) 
             "a weight-only matrix has sizes that its layout cannot have",
             expected=f"inputs in blocks of {block}, outputs in groups of {columns} ({layout.name})",
             found=f"{inputs} inputs, {outputs} outputs",
+            next_step="name the base that the checkpoint was made of, or quantise it again",
         )
     values = _split_bytes(stored, bits)
     if layout.permuted:

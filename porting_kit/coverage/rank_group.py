@@ -100,7 +100,10 @@ class RankGroup:
         if len(answers) < len(connections):
             missing = [rank for rank, connection in enumerate(connections) if connection not in answers]
             raise EmulatorError(
-                "ranks do not answer", expected=f"an answer within {WAIT_SECONDS} s", found=f"none of ranks {missing}"
+                "ranks do not answer",
+                expected=f"an answer within {WAIT_SECONDS} s",
+                found=f"none of ranks {missing}",
+                next_step="measure fewer rows at a time (--jobs), or these ranks alone",
             )
         return [answers[connection][1] for connection in connections]
 
@@ -185,6 +188,7 @@ def require_agreement(answers: Sequence[Any]) -> None:
                     "ranks do not agree about the logits",
                     expected=f"the same on every rank, within {AGREEMENT:g} of the largest",
                     found=f"rank {rank} differs from rank 0 by {error:.2g}",
+                    next_step="report this row: a tensor or a sum of this class differs from rank to rank",
                 )
 
 

@@ -31,7 +31,13 @@ def patch_single_files(folder: Path, arguments: Sequence[str] = ARGUMENTS) -> di
     """
     files = sorted(folder.glob(PATTERN))
     if not files:
-        raise PortFileError("no model definitions there", expected=PATTERN, found="none", where=folder)
+        raise PortFileError(
+            "no model definitions there",
+            expected=PATTERN,
+            found="none",
+            where=folder,
+            next_step="name a folder of model.py files",
+        )
     rows = [patch_single_file(file, tuple(arguments)) for file in files]
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return {"single_files": rows, "date": date}

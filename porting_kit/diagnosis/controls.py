@@ -60,11 +60,17 @@ def seed_fault(name: str, state: PortState) -> tuple[str, PortState]:
         raise PortFileError(
             f"No gate or fault has the name {name!r}",
             expected=", ".join(known),
-            next_step=f"Did you mean {nearest!r}?" if nearest else None,
+            found=repr(name),
+            next_step=f"Did you mean {nearest!r}?" if nearest else "Name one of them.",
         )
     fault = find_fault(name)
     if (reason := fault.applies(state)) is not None:
-        raise PortFileError(f"This port cannot have the fault {name!r}", found=reason)
+        raise PortFileError(
+            f"This port cannot have the fault {name!r}",
+            expected="a fault that changes something of this port",
+            found=reason,
+            next_step="Name another fault, or the gate alone.",
+        )
     return name, fault.apply(state)
 
 
@@ -82,5 +88,7 @@ def choose_fault(gate: str, state: PortState) -> str:
         reasons[name] = reason
     raise PortFileError(
         f"No fault of the gate {gate!r} fits this port",
+        expected="one of them fits",
         items=[f"{name}: {reason}" for name, reason in reasons.items()],
+        next_step="Name a fault of another gate.",
     )

@@ -149,6 +149,7 @@ def read_port_state(
     if (config.get("mapping") or {}).get("world_size", 1) != 1:
         raise CheckpointError(
             "The diagnosis needs the checkpoint of one rank",
+            expected="one rank: world_size 1",
             found=config["mapping"],
             where=checkpoint,
             next_step="Convert once more with tp_size 1 and pp_size 1 for the diagnosis.",

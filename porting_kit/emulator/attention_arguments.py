@@ -161,7 +161,10 @@ def read_tree(
 def raise_tree_shape(what: str, found: torch.Tensor, expected: str) -> None:
     """Raise EmulatorError for a tree input whose shape does not belong to the step."""
     raise EmulatorError(
-        f"the {what} does not belong to this step's requests", expected=expected, found=tuple(found.shape)
+        f"the {what} does not belong to this step's requests",
+        expected=expected,
+        found=tuple(found.shape),
+        next_step="make mask and offsets of the tree that the step's requests have",
     )
 
 

@@ -129,6 +129,7 @@ class KVCache:
                 "KVCache.rewind cannot make a request longer",
                 expected=f"at most {self.lengths.tolist()}",
                 found=lengths.tolist(),
+                next_step="decode first, then keep or rewind",
             )
         self.lengths = lengths.clone()
         self.pending_rows = 0

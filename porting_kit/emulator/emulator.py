@@ -116,7 +116,11 @@ class Emulator:
             tensors = load_file(files["weights"])
         except (ValueError, OSError, SafetensorError) as error:
             raise CheckpointError(
-                "a checkpoint file is damaged", found=error, where=folder, next_step="convert the checkpoint again"
+                "a checkpoint file is damaged",
+                expected="a JSON config and a safetensors file",
+                found=error,
+                where=folder,
+                next_step="convert the checkpoint again",
             ) from error
         model_class = None
         if module_file is not None:

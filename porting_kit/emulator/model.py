@@ -180,6 +180,7 @@ class EmulatedModel:
                 expected=f"a glob that matches one of {len(watched)} modules",
                 found=names,
                 items=[name for name, _ in watched],
+                next_step="choose a glob that matches one of the names",
             )
         self.replays.suspend(+1)
         before = []
@@ -207,6 +208,7 @@ class EmulatedModel:
                 "a tree needs both its mask and its position offsets",
                 expected="packed_mask and position_offsets, or neither",
                 found="one of them",
+                next_step="give both, as MedusaTree makes them",
             )
         pasts = cache.lengths[: len(slots)].tolist()
         cache.check_room(slots, [past + length for past, length in zip(pasts, lengths, strict=True)])

@@ -134,6 +134,7 @@ def find_running_network() -> Network:
         raise EmulatorError(
             "a network operation was used while no model was running",
             expected="operations inside a model's forward",
+            found="a call outside of it",
             next_step="call the model through EmulatedModel.prefill or .decode",
         )
     return network

@@ -51,7 +51,7 @@ def raise_not_emulated(name: str, *, cause: BaseException | None = None) -> None
     raise EmulatorError(
         f"the emulator does not provide {name}",
         expected="a decoder's forward pass: functional primitives, gpt_attention, the MoE plugin, collectives",
-        found=None if cause is None else f"{type(cause).__name__}: {cause}",
+        found=name if cause is None else f"{type(cause).__name__}: {cause}",
         where=inner if not outer else f"{inner}, used by {outer}",
         next_step="use a configuration that avoids it, or report the line above so that it can be added",
     ) from cause

@@ -26,6 +26,7 @@ def unpack_tree_mask(packed: torch.Tensor, num_nodes: int) -> torch.Tensor:
             "the packed tree mask is too narrow",
             expected=f"{-(-num_nodes // 32)} words of 32 bits for {num_nodes} nodes",
             found=f"{packed.shape[-1]} words",
+            next_step="pack the mask of this tree again",
         )
     bits = (packed.unsqueeze(-1) >> torch.arange(32, device=packed.device, dtype=packed.dtype)) & 1
     return bits.flatten(-2)[..., :num_nodes].bool()

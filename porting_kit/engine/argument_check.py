@@ -63,19 +63,30 @@ def check_arguments(
             raise _unknown_flag(name, flags, program, where)
         if flag.dest in {flags[other].dest for other in given}:
             raise SourceTreeError(
-                f"--{name} is given twice", expected="once: argparse would take the last one in silence", where=where
+                f"--{name} is given twice",
+                expected="once: argparse would take the last one in silence",
+                found="twice",
+                where=where,
+                next_step=f"leave one --{name} out",
             )
         _check_values(flag, values, program)
         given[name] = values
     for name, flag in flags.items():
         if flag.required and flag.dest not in {flags[other].dest for other in given}:
-            raise SourceTreeError(f"{program} needs --{name}", expected=f"--{name} ...", where=flag.source)
+            raise SourceTreeError(
+                f"{program} needs --{name}",
+                expected=f"--{name} ...",
+                found=f"no --{name}",
+                where=flag.source,
+                next_step=f"add --{name}",
+            )
     _check_companions(given, flags, program, where)
     if guards is not None:
         fault = find_guard_fault(*guards, _parsed_values(given, flags))
         if fault is not None:
             raise SourceTreeError(
                 f"{program} would refuse this combination of flags",
+                expected="flags that go together",
                 found=fault.message,
                 where=fault.source,
                 next_step="leave out one of the flags that line names",
@@ -87,7 +98,12 @@ def _split_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]
     while position < len(arguments):
         token = arguments[position]
         if not token.startswith("--") or token == "--":
-            raise SourceTreeError("a value without a flag", expected="--flag value", found=token)
+            raise SourceTreeError(
+                "a value without a flag",
+                expected="--flag value",
+                found=token,
+                next_step="write the flag before its value",
+            )
         name, equals, value = token[2:].partition("=")
         position += 1
         values = [value] if equals else []
@@ -122,13 +138,29 @@ def _ranges_with(name: str, program: str) -> list[str]:
 def _check_values(flag: BuildFlag, values: list[str], program: str) -> None:
     if not flag.takes_value:
         if values:
-            raise SourceTreeError(f"--{flag.name} is a switch and takes no value", found=values[0], where=flag.source)
+            raise SourceTreeError(
+                f"--{flag.name} is a switch and takes no value",
+                expected=f"--{flag.name} alone",
+                found=values[0],
+                where=flag.source,
+                next_step="leave the value out",
+            )
         return
     if not values:
-        raise SourceTreeError(f"--{flag.name} lacks its value", where=flag.source)
+        raise SourceTreeError(
+            f"--{flag.name} lacks its value",
+            expected=f"--{flag.name} VALUE",
+            found=f"--{flag.name} alone",
+            where=flag.source,
+            next_step="add the value",
+        )
     if len(values) > 1 and not flag.takes_many:
         raise SourceTreeError(
-            f"--{flag.name} takes one value", found=" ".join(values), where=flag.source, next_step="quote the value"
+            f"--{flag.name} takes one value",
+            expected="one value",
+            found=" ".join(values),
+            where=flag.source,
+            next_step="quote the value",
         )
     for value in values:
         if flag.choices is not None and value not in flag.choices:
@@ -137,13 +169,20 @@ def _check_values(flag: BuildFlag, values: list[str], program: str) -> None:
                 expected=", ".join(flag.choices),
                 found=value,
                 where=flag.source,
+                next_step="take one of these",
             )
         kind = {"int": (int, "whole number"), "float": (float, "number")}.get(flag.value_type)
         if kind is not None:
             try:
                 kind[0](value)
             except ValueError:
-                raise SourceTreeError(f"--{flag.name} takes a {kind[1]}", found=value, where=flag.source) from None
+                raise SourceTreeError(
+                    f"--{flag.name} takes a {kind[1]}",
+                    expected=f"a {kind[1]}",
+                    found=value,
+                    where=flag.source,
+                    next_step="correct the value",
+                ) from None
 
 
 def _check_companions(
@@ -156,6 +195,7 @@ def _check_companions(
                 expected=f"--{companion} ...: {why}",
                 found=f"{program} with --{name} alone",
                 where=where,
+                next_step=f"add --{companion}",
             )
     if {"paged_kv_cache", "kv_cache_type"} <= set(given):
         raise SourceTreeError(
@@ -163,6 +203,7 @@ def _check_companions(
             expected="--kv_cache_type alone: --paged_kv_cache is its old name",
             found=f"--paged_kv_cache {given['paged_kv_cache'][0]} --kv_cache_type {given['kv_cache_type'][0]}",
             where=where,
+            next_step="leave --paged_kv_cache out",
         )
 
 

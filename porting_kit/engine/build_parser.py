@@ -102,16 +102,34 @@ def parse_source(file: Path) -> ast.Module:
     try:
         return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
     except FileNotFoundError:
-        raise SourceTreeError("the source tree lacks a file", expected=file.name, where=file.parent) from None
+        raise SourceTreeError(
+            "the source tree lacks a file",
+            expected=file.name,
+            found="no such file",
+            where=file.parent,
+            next_step="name a complete checkout or package of TensorRT-LLM",
+        ) from None
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise SourceTreeError("a file of the source tree cannot be parsed", found=error, where=file) from None
+        raise SourceTreeError(
+            "a file of the source tree cannot be parsed",
+            expected="Python source",
+            found=error,
+            where=file,
+            next_step="check that the tree is complete and unmodified",
+        ) from None
 
 
 def _read_arguments(file: Path, functions: tuple[str, ...], required: bool = True) -> dict[str, BuildFlag]:
     module = parse_source(file)
     bodies = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name in functions]
     if not bodies and required:
-        raise SourceTreeError(f"no function {functions[0]} here", where=file, next_step="name a TensorRT-LLM tree")
+        raise SourceTreeError(
+            f"no function {functions[0]} here",
+            expected=f"def {functions[0]}",
+            found="none",
+            where=file,
+            next_step="name a TensorRT-LLM tree",
+        )
     flags: dict[str, BuildFlag] = {}
     for body in bodies:
         for call in ast.walk(body):
@@ -188,7 +206,13 @@ def _read_plugin_flags(file: Path) -> dict[str, BuildFlag]:
         (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "PluginConfig"), None
     )
     if not isinstance(exposed, list) or fields is None:
-        raise SourceTreeError("no cli_plugin_args and PluginConfig here", where=file)
+        raise SourceTreeError(
+            "no cli_plugin_args and PluginConfig here",
+            expected="a list cli_plugin_args and a class PluginConfig",
+            found="one of them or neither",
+            where=file,
+            next_step="name a complete checkout or package of TensorRT-LLM 0.8 to 1.2",
+        )
     common = next((_literal(constants[name]) for name in PLUGIN_CHOICES if name in constants), None)
     special = _literal(constants.get("PLUGIN_DTYPE_OPTIONS_MAP")) or {}
     flags = {}

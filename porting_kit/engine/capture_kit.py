@@ -60,10 +60,20 @@ def make_request(
         CapturedFileError: no prompt, an empty one, or a call with a prompt that does not exist.
     """
     if not prompts or not all(len(prompt) for prompt in prompts):
-        raise CapturedFileError("there is an empty prompt", expected="at least one token in each of at least one")
+        raise CapturedFileError(
+            "there is an empty prompt",
+            expected="at least one token in each of at least one",
+            found=f"{len(prompts)} prompts, {sum(not len(prompt) for prompt in prompts)} of them empty",
+            next_step="correct alignment.prompts",
+        )
     calls = [index for group in groups.values() for call in group for index in call]
     if not calls or not 0 <= min(calls) <= max(calls) < len(prompts):
-        raise CapturedFileError("a call names a prompt that does not exist", expected=f"0 to {len(prompts) - 1}")
+        raise CapturedFileError(
+            "a call names a prompt that does not exist",
+            expected=f"0 to {len(prompts) - 1}",
+            found="none" if not calls else f"{min(calls)} to {max(calls)}",
+            next_step="group prompts by their own numbers",
+        )
     end_id = end_ids[0] if end_ids else NO_END_ID
     return {
         "port": port,

@@ -81,7 +81,13 @@ def read_captured_tokens(
     """
     file = Path(path)
     if not end_ids:
-        raise CapturedFileError("no end id is known", expected="at least one", where=file)
+        raise CapturedFileError(
+            "no end id is known",
+            expected="at least one",
+            found="none",
+            where=file,
+            next_step="name the end id of the base's generation settings",
+        )
     rows = read_id_table(file)
     _check_batch(rows, prompts, file)
     outside = sorted({int(token) for token in rows[(rows < 0) | (rows >= vocab_size)]})
@@ -137,6 +143,7 @@ def read_captured_logits(
             expected=expected,
             found=f"{list(logits.shape)} {logits.dtype}",
             where=file,
+            next_step="bring the logits of the same run: --output_logits_npy beside the tokens",
         )
     with_logits = []
     for index, sequence in enumerate(sequences):
@@ -145,6 +152,7 @@ def read_captured_logits(
             row = int(np.argwhere(~np.isfinite(own[:, :vocab_size]))[0, 0])
             raise CapturedFileError(
                 "the logits are not finite",
+                expected="finite logits",
                 found=f"{int((~np.isfinite(own[:, :vocab_size])).sum())} values, the first at new token {row}",
                 where=f"{file}, row {index}",
                 next_step="the engine itself overflows: try bfloat16, and check the reference in this type",
@@ -212,7 +220,11 @@ def _check_prompt(
     where = f"{file}, row {index}"
     if len(row) < size:
         raise CapturedFileError(
-            "the rows are shorter than the prompt", expected=f"at least {size} ids", found=len(row), where=where
+            "the rows are shorter than the prompt",
+            expected=f"at least {size} ids",
+            found=len(row),
+            where=where,
+            next_step="run the engine on the port's own prompts again",
         )
     if list(row[:size]) == list(prompt):
         return

@@ -130,10 +130,20 @@ def read_capture_file(path: str | Path) -> CaptureFile:
     file = Path(path)
     if not file.is_file():
         raise CapturedFileError(
-            "the captured file does not exist", where=file, next_step="bring engine/captured.npz back"
+            "the captured file does not exist",
+            expected="the .npz file that engine/capture.py writes",
+            found="no such file",
+            where=file,
+            next_step="bring engine/captured.npz back",
         )
     if file.stat().st_size == 0:
-        raise CapturedFileError("the captured file is empty", found="0 bytes", where=file, next_step="copy it again")
+        raise CapturedFileError(
+            "the captured file is empty",
+            expected="the .npz file that engine/capture.py writes",
+            found="0 bytes",
+            where=file,
+            next_step="copy it again",
+        )
     try:
         with np.load(file, allow_pickle=False) as archive:
             if "document" not in archive.files:
@@ -165,7 +175,13 @@ def read_capture_file(path: str | Path) -> CaptureFile:
     try:
         return _assemble(file, document, arrays)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise CapturedFileError("the captured file lacks a part", found=repr(error), where=file) from None
+        raise CapturedFileError(
+            "the captured file lacks a part",
+            expected="every part that engine/capture.py writes",
+            found=repr(error),
+            where=file,
+            next_step="capture again with the script that the build step writes",
+        ) from None
 
 
 def _assemble(file: Path, document: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> CaptureFile:

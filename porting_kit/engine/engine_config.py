@@ -67,13 +67,31 @@ def read_engine_config(folder: str | Path) -> EngineConfig:
     """
     file = Path(folder) / "config.json"
     if not file.is_file():
-        raise CheckpointError("the engine folder has no config.json", where=folder, next_step="build the engine first")
+        raise CheckpointError(
+            "the engine folder has no config.json",
+            expected="config.json beside the engine files",
+            found="none",
+            where=folder,
+            next_step="build the engine first",
+        )
     try:
         document = read_json(file)
     except ValueError as error:
-        raise CheckpointError("the engine's config.json is not JSON", found=error, where=file) from None
+        raise CheckpointError(
+            "the engine's config.json is not JSON",
+            expected="the JSON file that trtllm-build writes",
+            found=error,
+            where=file,
+            next_step="build again, or copy the folder again",
+        ) from None
     if not isinstance(document, dict):
-        raise CheckpointError("this config.json is not an engine's", found=type(document).__name__, where=file)
+        raise CheckpointError(
+            "this config.json is not an engine's",
+            expected="a JSON object",
+            found=type(document).__name__,
+            where=file,
+            next_step="name the folder that trtllm-build wrote",
+        )
     missing = [key for key in ("version", "pretrained_config", "build_config") if key not in document]
     if missing:
         raise CheckpointError(

@@ -52,7 +52,13 @@ def open_engine_folder(
     """
     engine = read_engine_config(folder)
     if problem := check_engine_folder(folder, engine.tp_size * engine.pp_size):
-        raise CheckpointError("the engine folder holds no whole engine", found=problem, where=folder)
+        raise CheckpointError(
+            "the engine folder holds no whole engine",
+            expected="config.json and an engine file for every rank",
+            found=problem,
+            where=folder,
+            next_step="build again, or copy the folder again",
+        )
     _require_release(engine, release)
     _require_run(engine, config)
     _require_model(engine, config)
@@ -61,6 +67,7 @@ def open_engine_folder(
         raise CheckpointError(
             "the engine has no record beside it, so nobody can tell its tree, checkpoint and card",
             expected=RECORD_NAME,
+            found="none",
             where=folder,
             next_step="where it was built from this run folder: python3 engine/capture.py record --engine-dir ENGINE",
         )

@@ -96,12 +96,30 @@ def read_log(path: str | Path) -> LogReading:
     """
     file = Path(path)
     if not file.is_file():
-        raise CapturedFileError("the log does not exist", where=file, next_step="name the file the build printed into")
+        raise CapturedFileError(
+            "the log does not exist",
+            expected="a text file",
+            found="no such file",
+            where=file,
+            next_step="name the file the build printed into",
+        )
     data = file.read_bytes()
     if not data.strip():
-        raise CapturedFileError("the log is empty", found=f"{len(data)} bytes", where=file)
+        raise CapturedFileError(
+            "the log is empty",
+            expected="what the build or the run printed",
+            found=f"{len(data)} bytes",
+            where=file,
+            next_step="run it again with its output in the file: 2>&1 | tee FILE",
+        )
     if b"\0" in data:
-        raise CapturedFileError("this is no log", expected="text", found="a file with zero bytes in it", where=file)
+        raise CapturedFileError(
+            "this is no log",
+            expected="text",
+            found="a file with zero bytes in it",
+            where=file,
+            next_step="name the file that the build or the run printed into",
+        )
     return read_log_lines(data.decode("utf-8", errors="replace").splitlines())
 
 

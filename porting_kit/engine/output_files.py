@@ -54,7 +54,11 @@ def read_id_table(file: Path) -> np.ndarray:
         ) from None  # fmt: skip
     if not rows:
         raise CapturedFileError(
-            "the captured file is empty", expected="a row of token ids per prompt", found="blank lines", where=file
+            "the captured file is empty",
+            expected="a row of token ids per prompt",
+            found="blank lines",
+            where=file,
+            next_step="run the engine again: run.py wrote no tokens",
         )
     if len({len(row) for row in rows}) != 1:
         raise CapturedFileError(
@@ -66,14 +70,30 @@ def read_id_table(file: Path) -> np.ndarray:
 
 def _read_bytes(file: Path) -> bytes:
     if not file.is_file():
-        raise CapturedFileError("the captured file does not exist", where=file, next_step="name the file run.py wrote")
+        raise CapturedFileError(
+            "the captured file does not exist",
+            expected="a file of --output_npy or --output_csv",
+            found="no such file",
+            where=file,
+            next_step="name the file run.py wrote",
+        )
     data = file.read_bytes()
     if not data:
         raise CapturedFileError(
-            "the captured file is empty", expected="a file of --output_npy or --output_csv", found="0 bytes", where=file
+            "the captured file is empty",
+            expected="a file of --output_npy or --output_csv",
+            found="0 bytes",
+            where=file,
+            next_step="copy it again, or run the engine again: nothing was written",
         )
     if data.startswith(b"version https://git-lfs"):
-        raise CapturedFileError("the captured file is a Git LFS pointer", where=file, next_step="run git lfs pull")
+        raise CapturedFileError(
+            "the captured file is a Git LFS pointer",
+            expected="a file of --output_npy or --output_csv",
+            found="a pointer",
+            where=file,
+            next_step="run git lfs pull",
+        )
     return data
 
 
@@ -84,7 +104,11 @@ def load_array(file: Path) -> np.ndarray:
         return np.load(file, allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise CapturedFileError(
-            "the .npy file cannot be read", found=error, where=file, next_step="copy it again: it may be cut off"
+            "the .npy file cannot be read",
+            expected="a NumPy file",
+            found=error,
+            where=file,
+            next_step="copy it again: it may be cut off",
         ) from None
 
 
@@ -115,12 +139,24 @@ def write_captured_tokens(
         CapturedFileError: lists of different lengths, or a row longer than `length`.
     """
     if len(prompts) != len(outputs):
-        raise CapturedFileError("prompts and outputs differ in number", expected=len(prompts), found=len(outputs))
+        raise CapturedFileError(
+            "prompts and outputs differ in number",
+            expected=len(prompts),
+            found=len(outputs),
+            where=path,
+            next_step="give one list of outputs for each prompt",
+        )
     rows = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
     longest = max(map(len, rows), default=0)
     width = longest if length is None else length
     if width < longest:
-        raise CapturedFileError("a row is longer than the file is wide", expected=f"at most {width}", found=longest)
+        raise CapturedFileError(
+            "a row is longer than the file is wide",
+            expected=f"at most {width}",
+            found=longest,
+            where=path,
+            next_step="give a larger length",
+        )
     table = np.full((len(rows), width), end_id, dtype=np.int32)
     for index, row in enumerate(rows):
         table[index, : len(row)] = row
@@ -146,7 +182,13 @@ def write_captured_logits(path: str | Path, logits: Sequence[np.ndarray]) -> Pat
     """
     widths = {array.shape[-1] for array in logits}
     if len(widths) != 1:
-        raise CapturedFileError("the logits have no common vocabulary size", found=sorted(widths))
+        raise CapturedFileError(
+            "the logits have no common vocabulary size",
+            expected="one vocabulary for all prompts",
+            found=sorted(widths),
+            where=path,
+            next_step="give logits of one engine",
+        )
     rows = max(array.shape[0] for array in logits)
     table = np.zeros((len(logits), rows, widths.pop()), dtype=np.float32)
     for index, array in enumerate(logits):

@@ -64,7 +64,12 @@ def plan_build(
     known = known_build_flags(release)
     _check_config(config, target, num_nodes, release)
     if (module_file is None) != (class_name is None):
-        raise PortFileError("a module file and a class name belong together", found=f"{module_file}, {class_name}")
+        raise PortFileError(
+            "a module file and a class name belong together",
+            expected="both, or neither",
+            found=f"{module_file}, {class_name}",
+            next_step="give the other one, or leave both out",
+        )
     tokens = max_num_tokens or _choose_num_tokens(target, num_nodes)
     if tokens < max(target.max_batch_size * num_nodes, target.max_input_len):
         raise PortFileError(
@@ -72,6 +77,7 @@ def plan_build(
             expected=f"at least {max(target.max_batch_size * num_nodes, target.max_input_len)}: a verification step of "
             f"{target.max_batch_size} x {num_nodes} tokens, and a prompt of {target.max_input_len}",
             found=tokens,
+            next_step="leave max_num_tokens out, or raise it",
         )
     flags = [
         PlannedFlag("checkpoint_dir", str(checkpoint_dir), "base and heads in one checkpoint"),
@@ -97,6 +103,7 @@ def _settle_release(release: str | None, tree: SourceTree | None) -> str:
             raise PortFileError(
                 "a build is planned for one release, and none is stated",
                 expected="trtllm.release, or a TensorRT-LLM source tree",
+                found="neither",
                 next_step="set trtllm.release to the release you will build with",
             )
         release = real_tree.release
@@ -151,6 +158,7 @@ def _check_config(config: Mapping[str, Any], target: Any, num_nodes: int, releas
             "there is no room for output",
             expected=f"max_seq_len above {target.max_input_len}",
             found=target.max_seq_len,
+            next_step="raise target.max_seq_len, or lower target.max_input_len",
         )
 
 

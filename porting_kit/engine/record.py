@@ -130,16 +130,32 @@ def read_record(folder: Path) -> dict[str, Any]:
     """
     file = folder / RECORD_NAME
     if not file.is_file():
-        raise CheckpointError("the engine has no record beside it", expected=RECORD_NAME, where=folder)
+        raise CheckpointError(
+            "the engine has no record beside it",
+            expected=RECORD_NAME,
+            found="no such file",
+            where=folder,
+            next_step="where it was built from this run folder: python3 engine/capture.py record --engine-dir ENGINE",
+        )
     try:
         record = read_json(file)
     except ValueError as error:
-        raise CheckpointError("the engine's record is not JSON", found=error, where=file) from None
+        raise CheckpointError(
+            "the engine's record is not JSON",
+            expected="the JSON file that the build wrote",
+            found=error,
+            where=file,
+            next_step="build again",
+        ) from None
     engines = sorted(folder.glob("*.engine"))
     empty = [path.name for path in engines if path.stat().st_size == 0]
     if empty:
         raise CheckpointError(
-            "an engine file is empty", found=f"{', '.join(empty)}: 0 bytes", where=folder, next_step="build again"
+            "an engine file is empty",
+            expected="a built engine",
+            found=f"{', '.join(empty)}: 0 bytes",
+            where=folder,
+            next_step="build again",
         )
     found = {path.name: digest_file(path) for path in engines}
     if not isinstance(record, dict) or found != record.get("engine"):
@@ -153,7 +169,11 @@ def read_record(folder: Path) -> dict[str, Any]:
         )
     if "config" in record and record["config"] != digest_file(folder / "config.json"):
         raise CheckpointError(
-            "the engine's config.json was changed after its record was written", where=folder, next_step="build again"
+            "the engine's config.json was changed after its record was written",
+            expected="the config that the record is about",
+            found="another one",
+            where=folder,
+            next_step="build again",
         )
     return record
 

@@ -31,7 +31,11 @@ def write_prompt_file(path: Path, prompts: Sequence[Sequence[int]]) -> Path:
     """
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise CapturedFileError(
-            "there is an empty prompt", expected="at least one token in each of at least one prompt"
+            "there is an empty prompt",
+            expected="at least one token in each of at least one prompt",
+            found=f"{len(prompts)} prompts, {sum(not len(prompt) for prompt in prompts)} of them empty",
+            where=path,
+            next_step="correct alignment.prompts",
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:

@@ -48,14 +48,32 @@ def read_text_file(path: str | Path) -> str:
     """A serving file's text. Raises CapturedFileError: missing, empty, or no text."""
     file = Path(path)
     if not file.is_file():
-        raise CapturedFileError("the serving file does not exist", where=file)
+        raise CapturedFileError(
+            "the serving file does not exist",
+            expected="a file",
+            found="a folder" if file.is_dir() else "nothing",
+            where=file,
+            next_step="correct the path behind --check",
+        )
     data = file.read_bytes()
     if not data.strip():
-        raise CapturedFileError("the serving file is empty", found=f"{len(data)} bytes", where=file)
+        raise CapturedFileError(
+            "the serving file is empty",
+            expected="a config.pbtxt, a script or YAML",
+            found=f"{len(data)} bytes",
+            where=file,
+            next_step="name the file that the server or the shell reads",
+        )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CapturedFileError("the serving file is no text", found=error, where=file) from None
+        raise CapturedFileError(
+            "the serving file is no text",
+            expected="UTF-8 text",
+            found=error,
+            where=file,
+            next_step="name a config.pbtxt, a script or YAML",
+        ) from None
 
 
 def read_pbtxt(text: str) -> dict[str, str]:

@@ -111,6 +111,7 @@ def fit_alibi(slopes: Sequence[float], pairs: int, length_tokens: int, dtype: st
             "ALiBi cannot be expressed with so few rotary pairs",
             expected="at least 4 pairs and a length from 2 tokens",
             found=f"{pairs} pairs, {length_tokens} tokens",
+            next_step="leave more room in the heads, or raise target.max_seq_len",
         )
     return _fit_alibi(tuple(float(slope) for slope in slopes), pairs, length_tokens, dtype)
 

@@ -98,18 +98,26 @@ def follow_fit(source: str, keywords: Iterable[str], *, file: str = "model.py") 
     keywords = tuple(keywords)
     unknown = [keyword for keyword in keywords if keyword not in CONFIG_FIELDS]
     if unknown:
+        near = suggest_nearest(unknown[0], CONFIG_FIELDS)
         raise PatchError(
             "no config field is known for an attention argument",
             expected=f"arguments among {', '.join(CONFIG_FIELDS)}",
             found=", ".join(unknown),
-            next_step=f"did you mean {suggest_nearest(unknown[0], CONFIG_FIELDS)}?",
+            where=file,
+            next_step=f"did you mean {near}?" if near else "name one of them",
         )
     if not keywords:
         return FollowedSource(source, ())
     try:
         wrapper = MetadataWrapper(cst.parse_module(source))
     except cst.ParserSyntaxError as error:
-        raise PatchError("a model definition cannot be parsed", found=error.message, where=file) from None
+        raise PatchError(
+            "a model definition cannot be parsed",
+            expected="Python source",
+            found=error.message,
+            where=file,
+            next_step="check that the tree is complete and unmodified",
+        ) from None
     editor = _Editor(keywords, file)
     changed = wrapper.visit(editor)
     if not editor.calls:

@@ -63,7 +63,10 @@ def pad_head_size(config: Config, tensors: Tensors, *, head_size: int) -> Fitted
     old = config["head_size"]
     if head_size <= old:
         raise ConversionError(
-            "pad_head_size only makes heads larger", expected=f"a head size above {old}", found=str(head_size)
+            "pad_head_size only makes heads larger",
+            expected=f"a head size above {old}",
+            found=str(head_size),
+            next_step="remove it from the fit, or choose a larger size",
         )
     if config["position_embedding_type"] == "alibi_with_scale":
         raise ConversionError(

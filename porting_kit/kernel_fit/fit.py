@@ -80,6 +80,7 @@ def apply_fit(
         raise ConversionError(
             "this fit needs activations of the unfitted model",
             expected="moments from measure_activations on calibration prompts",
+            found="none",
             next_step="run the unfitted model on prompts first",
         )
     fitted = dict(config)

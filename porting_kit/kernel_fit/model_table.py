@@ -150,7 +150,13 @@ def read_configurations(folder: Path) -> dict[str, BaseConfig]:
     """
     files = sorted(folder.glob("*.json"), key=_size_order)
     if not files:
-        raise BaseModelError("no configurations to judge", expected="files <model>.json", where=folder)
+        raise BaseModelError(
+            "no configurations to judge",
+            expected="files <model>.json",
+            found="none",
+            where=folder,
+            next_step="name a folder of Hugging Face configs",
+        )
     return {file.stem: read_base_config(file) for file in files}
 
 

@@ -45,6 +45,7 @@ def read_named_steps(
                 f"{name} takes no such value",
                 expected="truncate_heads:<dims to keep>; the other transforms take none",
                 found=str(text),
+                next_step="correct the step in fit",
             )
         asked[name] = value
     if len(ROOM.keys() & asked.keys()) > 1:
@@ -140,5 +141,9 @@ def require_followed_length(shape: AttentionShape, config: Mapping[str, Any], na
 
 def _cannot_apply(name: str, why: str, next_step: str = "remove it from fit, or use fit: auto") -> PortFileError:
     return PortFileError(
-        f"the transform {name} cannot be applied to this model", found=why, where="fit", next_step=next_step
+        f"the transform {name} cannot be applied to this model",
+        expected="a model that the transform is for",
+        found=why,
+        where="fit",
+        next_step=next_step,
     )

@@ -40,6 +40,7 @@ class TargetFit:
             raise ConversionError(
                 "this fit needs activations of the unfitted model",
                 expected="moments from measure_activations on calibration prompts",
+                found="none",
                 next_step="run the unfitted model on prompts first",
             )
         self.plan, self.activations = plan, activations
@@ -70,6 +71,7 @@ class TargetFit:
                 "a kernel fit changes all layers alike, and the layers of this model differ",
                 expected="fit: off, or a model whose layers have the same heads",
                 found=f"{plan.base.family}, steps {list(self.plan.names)}",
+                next_step="set fit: off",
             )
         if "write_positions" in self.plan.names and plan.pp_size > 1:
             raise ConversionError(
@@ -121,7 +123,12 @@ class TargetFit:
             if len(waiting[prefix]) == expected[prefix]:
                 yield from self._fit_layer(waiting.pop(prefix))
         if waiting:
-            raise ConversionError("attention targets were missing", items=sorted(waiting))
+            raise ConversionError(
+                "attention targets were missing",
+                expected="queries, keys, values and output projection of every layer",
+                items=sorted(waiting),
+                next_step="convert again; if it stays, the plan lacks a target of this family",
+            )
 
     def finish_config(
         self, config: Mapping[str, Any], table: Sequence[FieldRow]

@@ -103,7 +103,12 @@ def truncate_heads(
             next_step="remove it from the fit",
         )
     if not 0 < keep < size:
-        raise ConversionError("truncate_heads keeps a part of each head", expected=f"1 to {size - 1}", found=str(keep))
+        raise ConversionError(
+            "truncate_heads keeps a part of each head",
+            expected=f"1 to {size - 1}",
+            found=str(keep),
+            next_step="choose a number within this range",
+        )
     refuse_changed_rows(config, "truncate_heads")
     shares: list[float] = []
     errors: list[float] = []

@@ -117,10 +117,17 @@ def draft_tokens(medusa_logits: torch.Tensor, tree: MedusaTree, vocab_size: int)
     if tree.depth > medusa_logits.shape[0]:
         raise TreeError(
             f"The tree is {tree.depth} levels deep but the model has {medusa_logits.shape[0]} heads",
+            expected=f"at most {medusa_logits.shape[0]} levels",
+            found=f"{tree.depth} levels",
             next_step="Trim the tree (tree_limits.trim_tree) or convert more heads.",
         )
     if max(tree.top_k_per_level) > vocab_size:
-        raise TreeError("The tree asks a head for more candidates than the vocabulary has tokens", found=vocab_size)
+        raise TreeError(
+            "The tree asks a head for more candidates than the vocabulary has tokens",
+            expected=f"at most {vocab_size} candidates at each level",
+            found=max(tree.top_k_per_level),
+            next_step="Trim the tree (tree_limits.trim_tree).",
+        )
     # One search for all heads: each takes as many candidates as the head that needs most.
     best = medusa_logits[: tree.depth, :, :vocab_size].topk(max(tree.top_k_per_level), dim=-1).indices
     candidates = [best[head, :, :top_k] for head, top_k in enumerate(tree.top_k_per_level)]

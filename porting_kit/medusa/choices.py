@@ -57,7 +57,10 @@ def check_paths(choices: Iterable[Sequence[int]]) -> list[TreePath]:
     """Plain tuples of non-negative integers, or a TreeError that says what each wrong entry is."""
     if isinstance(choices, str) or not isinstance(choices, Iterable):
         raise TreeError(
-            "The tree is no list of paths", expected="a list such as [[0], [1], [0, 0]]", found=repr(choices)
+            "The tree is no list of paths",
+            expected="a list such as [[0], [1], [0, 0]]",
+            found=repr(choices),
+            next_step="Correct the tree in the port file.",
         )
     entries = list(choices)
     if not entries:
@@ -128,6 +131,7 @@ def _parse_counts(text: str, numbers: str) -> tuple[int, ...]:
             "The tree's numbers cannot be read",
             expected="chain:H or cartesian:k1,k2,... with small positive whole numbers",
             found=text,
+            next_step="Correct the numbers.",
         )
     return counts
 
@@ -138,7 +142,13 @@ def _read_file(path: Path) -> object:
         text = path.read_text(encoding="utf-8")
         body = ast.parse(text).body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise TreeError("The tree file is neither JSON nor a Python literal", found=error, where=path) from error
+        raise TreeError(
+            "The tree file is neither JSON nor a Python literal",
+            expected="a list of paths such as [[0], [1], [0, 0]]",
+            found=error,
+            where=path,
+            next_step="Correct the file, or write the tree into the port file.",
+        ) from error
     assigned = {node.targets[0].id: node.value for node in body if _assigns_one_name(node)}
     if assigned:
         if len(assigned) > 1:
@@ -167,4 +177,5 @@ def _parse_literal(text: str, *, where: object) -> object:
             expected='text such as "[[0], [1], [0, 0]]"',
             found=text if len(text) <= 80 else f"{text[:77]}...",
             where=where,
+            next_step="Correct the text.",
         ) from error

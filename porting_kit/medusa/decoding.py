@@ -277,5 +277,6 @@ def _checked_prompts(
             expected="at least one prompt, each a row of token ids, and max_new_tokens of 1 or more",
             found=f"{len(tensors)} prompts, {len(empty)} unusable, max_new_tokens {max_new_tokens}",
             items=[f"prompt {index}" for index in empty],
+            next_step="Give a prompt, and a number of new tokens.",
         )
     return tensors

@@ -198,6 +198,7 @@ def _ask(
                 raise HeadsError(
                     f"head {head + 1} gives logits that are not finite on this base",
                     expected="finite numbers",
+                    found="inf or nan",
                     next_step="the heads were saved from a run that diverged, or do not belong to this base",
                 )
             best[name].append(logits.argmax(-1))

@@ -60,6 +60,7 @@ class MedusaHeads(nn.ModuleList):
                 "Medusa heads of this shape do not exist",
                 expected="at least one head, at least one residual layer, variant v1 or v2",
                 found=f"{num_heads} heads, {num_layers} layers, variant {variant!r}",
+                next_step="correct the numbers of heads and layers",
             )
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.num_heads, self.num_layers, self.variant = num_heads, num_layers, variant
@@ -130,6 +131,7 @@ def load_heads(folder: Path) -> MedusaHeads:
             expected=f"config.json and {HEADS_FILE} as porting_kit writes them",
             found=f"{type(error).__name__}: {error}",
             where=folder,
+            next_step="name the folder that training wrote, or train again",
         ) from error
     variant: HeadVariant = "v1" if f"0.{shape['num_layers']}.weight" in tensors else "v2"
     heads = MedusaHeads(*sizes, **shape, variant=variant)
@@ -142,6 +144,7 @@ def load_heads(folder: Path) -> MedusaHeads:
             found=f"{len(found)} tensors",
             where=folder,
             items=sorted(f"{name} {shape}" for name, shape in set(own.items()) ^ set(found.items())),
+            next_step="name the folder that training wrote, or train again",
         )
     _refuse_non_finite(tensors, folder)
     heads.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})

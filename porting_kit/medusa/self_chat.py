@@ -76,6 +76,7 @@ def sample_questions(
         raise HeadsError(
             "the chat template has nothing before the user's words, so the base cannot be asked for them",
             expected="a template that marks the beginning of a user's turn",
+            found="a template that begins with them",
             next_step="train on a text (--data)",
         )
     check_window(model, len(frame.before) + len(frame.after), max_tokens)

@@ -54,10 +54,15 @@ def read_step_costs(source: str | Path | Mapping[object, object]) -> StepCosts:
                 expected='a JSON file such as {"1": 10.0, "8": 11.2, "64": 19.0}',
                 found=error,
                 where=where,
+                next_step="write such a file, or measure: --measure-costs",
             ) from error
     if not isinstance(source, Mapping):
         raise TreeError(
-            "the step costs are no mapping of tokens to milliseconds", found=type(source).__name__, where=where
+            "the step costs are no mapping of tokens to milliseconds",
+            expected='{"1": 10.0, "8": 11.2, "64": 19.0}',
+            found=type(source).__name__,
+            where=where,
+            next_step="write such a file, or measure: --measure-costs",
         )
     costs: dict[int, float] = {}
     wrong = []

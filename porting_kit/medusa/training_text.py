@@ -282,6 +282,7 @@ def _version(package: str) -> str:
         raise EnvironmentMissing(
             "the training text comes from installed packages, and one is missing",
             expected=package,
+            found="none",
             next_step="install the project with its extras docs, dev and train, or pass a text file instead",
         ) from None
 

@@ -47,7 +47,12 @@ class TreeLimits:
         if not 0 <= self.max_rank <= MAX_RANK:
             wrong.append(f"max_rank {self.max_rank}: 0 to {MAX_RANK}")
         if wrong:
-            raise TreeError("The limits leave no tree", expected="limits that the runtimes can hold", items=wrong)
+            raise TreeError(
+                "The limits leave no tree",
+                expected="limits that the runtimes can hold",
+                items=wrong,
+                next_step="Change --max-nodes or --max-depth.",
+            )
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,12 @@ def shares_from_accuracy(accuracy: list[tuple[float, float]], limits: TreeLimits
         TreeError: figures that are no accuracies.
     """
     if not accuracy or any(not 0 <= top1 <= top5 <= 1 for top1, top5 in accuracy):
-        raise TreeError("These are no accuracies", expected="0 <= top-1 <= top-5 <= 1 for each head", found=accuracy)
+        raise TreeError(
+            "These are no accuracies",
+            expected="0 <= top-1 <= top-5 <= 1 for each head",
+            found=accuracy,
+            next_step="Give shares of positions from 0 to 1.",
+        )
     falling = [8 / 15, 4 / 15, 2 / 15, 1 / 15]
     by_rank = [[top1, *((top5 - top1) * part for part in falling)][: limits.max_rank + 1] for top1, top5 in accuracy]
     shares: dict[TreePath, float] = {}
@@ -201,7 +211,12 @@ def trace_curve(shares: PathShares, limits: TreeLimits) -> TreeCurve:
 def choose_paths(ranks: torch.Tensor, *, num_nodes: int) -> tuple[TreePath, ...]:
     """The best tree of `num_nodes` nodes, or the largest there is, as Medusa choices, shorter paths first."""
     if num_nodes < 2:
-        raise TreeError("a tree needs a node besides its root", expected="at least 2 nodes", found=num_nodes)
+        raise TreeError(
+            "a tree needs a node besides its root",
+            expected="at least 2 nodes",
+            found=num_nodes,
+            next_step="Allow 2 nodes or more.",
+        )
     limits = TreeLimits(max_nodes=min(num_nodes, MAX_DRAFT_NODES + 1))
     curve = trace_curve(count_paths(ranks, limits), limits)
     return curve.tree(curve.points[-1].nodes).nodes[1:]

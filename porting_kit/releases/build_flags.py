@@ -76,6 +76,7 @@ def require_flag(name: str, release: str, known: frozenset[str], program: str) -
             f"{program} of TensorRT-LLM {release} has no --{name}",
             expected=f"--{near}" if near else f"one of {len(known)} flags",
             found=f"--{name}",
+            next_step=f"correct the flag, or leave it out for {release}",
         )
 
 

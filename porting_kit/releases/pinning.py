@@ -80,7 +80,12 @@ def pin_release(shape: AttentionShape, available: Sequence[str] = ()) -> Pin:
     ranges = tuple(find_release_facts(release) for release in available) or load_release_ranges()
     candidates = [_judge(shape, facts) for facts in dict.fromkeys(ranges)]
     if not candidates:
-        raise PortFileError("no release to choose from")
+        raise PortFileError(
+            "no release to choose from",
+            expected="at least one release",
+            found="none",
+            next_step="name a release, or leave the list empty for every known one",
+        )
     candidates.reverse()  # newest first; the sort is stable
     candidates.sort(key=lambda candidate: candidate.rank)
     best = candidates[0]

@@ -71,7 +71,10 @@ class AttentionShape:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PortFileError(
-                    f"attention shape has an impossible {field}", expected="a whole number from 1", found=repr(value)
+                    f"attention shape has an impossible {field}",
+                    expected="a whole number from 1",
+                    found=repr(value),
+                    next_step="correct the field in the base's config.json",
                 )
 
     @property
@@ -132,7 +135,12 @@ def read_compute_capability(value: object) -> int | None:
         return None
     text = str(value).lower().removeprefix("sm").lstrip("_").replace(".", "")
     if not (text.isascii() and text.isdigit()) or len(text) < 2:
-        raise PortFileError("not a compute capability", expected="a number such as 9.0 or sm90", found=repr(value))
+        raise PortFileError(
+            "not a compute capability",
+            expected="a number such as 9.0 or sm90",
+            found=repr(value),
+            next_step="correct target.compute_capability",
+        )
     return int(text)
 
 

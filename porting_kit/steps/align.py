@@ -125,6 +125,7 @@ def _require_possible(run: PortRun) -> None:
         missing = find_environment().missing
         raise EnvironmentMissing(
             "the engine cannot be run from here",
+            expected="TensorRT-LLM's own run script, on a machine with the engine",
             found=missing or "an engine is run by TensorRT-LLM's own run script",
             next_step="run the plan of the build step on the build machine, bring the output file back, and align with "
             "engine: captured",

@@ -105,6 +105,8 @@ def _require_possible(run: PortRun) -> StepOutcome:
         return verdict
     raise KernelRefusal(
         f"no engine can be planned, for preflight refuses the port: {verdict.summary}",
+        expected="a port that preflight lets pass",
+        found=f"gate {verdict.failing_gate!r} refuses it",
         where=f"gate {verdict.failing_gate!r}",
         next_step=verdict.figures["next_step"],
     )

@@ -162,9 +162,10 @@ def require_pass(outcome: StepOutcome) -> str:
     if outcome.verdict in (Verdict.FAIL, Verdict.REFUSED):
         raise VerdictFailed(
             f"{outcome.step}: {outcome.verdict.value}",
+            expected="pass",
             found=outcome.summary,
             where=f"gate {outcome.failing_gate!r}" if outcome.failing_gate else None,
-            next_step=outcome.figures.get("next_step"),
+            next_step=outcome.figures.get("next_step") or "read the report: it names the failing gate",
         )
     return f"{outcome.step}: {outcome.said}"
 

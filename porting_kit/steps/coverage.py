@@ -90,10 +90,22 @@ def check_coverage(
         PortFileError: an unknown dtype, a number of ranks that is none, or a part that is none.
     """
     if dtype not in DTYPES:
-        raise PortFileError("unknown dtype", expected=f"one of {list(DTYPES)}", found=repr(dtype), where="--dtype")
+        raise PortFileError(
+            "unknown dtype",
+            expected=f"one of {list(DTYPES)}",
+            found=repr(dtype),
+            where="--dtype",
+            next_step="name one of them with --dtype",
+        )
     shardings = [Sharding(tp_size=size) for size in tp_sizes] + [Sharding(pp_size=size) for size in pp_sizes]
     if wrong := [size for size in (*tp_sizes, *pp_sizes) if not 2 <= size <= MAX_RANKS]:
-        raise PortFileError("not a number of ranks", expected=f"2 to {MAX_RANKS}", found=wrong, where="--tp, --pp")
+        raise PortFileError(
+            "not a number of ranks",
+            expected=f"2 to {MAX_RANKS}",
+            found=wrong,
+            where="--tp, --pp",
+            next_step="correct --tp or --pp",
+        )
     started = time.perf_counter()
     tree = open_source_tree(source)
     numbered = list(enumerate(plan_rows(tree, architectures)))[_read_part(part)]
@@ -140,7 +152,13 @@ def check_coverage(
 def _read_part(part: str) -> slice:
     number, _, parts = part.partition("/")
     if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
-        raise PortFileError("not a part of the rows", expected="K/N with 1 <= K <= N", found=part, where="--part")
+        raise PortFileError(
+            "not a part of the rows",
+            expected="K/N with 1 <= K <= N",
+            found=part,
+            where="--part",
+            next_step="write --part 1/4 for the first quarter of the rows",
+        )
     return slice(int(number) - 1, None, int(parts))
 
 

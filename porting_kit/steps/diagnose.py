@@ -64,6 +64,7 @@ def diagnose_port(run: PortRun, observed: Path, logits: Path | None = None, *, e
             raise CapturedFileError(
                 f"the observed file {what}",
                 expected="a file of run.py (--output_npy, --output_csv, --output_logits_npy) or of the capture script",
+                found="a folder" if file.is_dir() else "nothing",
                 where=file,
                 next_step="name a file of an engine",
             )

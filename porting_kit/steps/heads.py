@@ -180,6 +180,7 @@ def read_data_for(port: Port, file: Path) -> list[str]:
         raise HeadsError(
             "the base model brings no tokenizer, so a text cannot be cut into tokens",
             expected="tokenizer files beside the weights",
+            found="none",
             where=port.base_path,
             next_step="put the tokenizer beside the weights; without --data, `heads check` asks at random tokens",
         )
@@ -200,6 +201,7 @@ def read_data(file: Path) -> list[str]:
             expected="a UTF-8 text file with blank lines between documents, or an .xz of training_text",
             found=f"{type(error).__name__}: {error}",
             where=file,
+            next_step="name a text file with --data",
         ) from error
 
 

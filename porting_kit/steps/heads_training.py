@@ -162,7 +162,10 @@ def make_settings(values: dict[str, Any]) -> TrainingSettings:
         wrong.append(f"learning_rates: {settings.learning_rates}")
     if wrong:
         raise HeadsError(
-            "the training settings cannot be used", expected="positive, finite numbers, a known variant", items=wrong
+            "the training settings cannot be used",
+            expected="positive, finite numbers, a known variant",
+            items=wrong,
+            next_step="correct these options",
         )
     return settings
 

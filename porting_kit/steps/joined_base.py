@@ -66,6 +66,7 @@ def open_joined_base(
             expected="fit: off, or no base_checkpoint",
             found=f"fit: {fit}",
             where=joined.where,
+            next_step="set fit: off, or leave base_checkpoint out",
         )
     _require_same_model(port, plan_base(port, base, base_source, release))
     return joined, source
@@ -87,6 +88,7 @@ def _require_same_model(port: Port, plan: ConversionPlan) -> None:
     if faults:
         raise CheckpointError(
             f"the base checkpoint is not what the port's base converts to: {faults[0].text}",
+            expected="config and tensors of the port's base",
             found=f"{len(faults)} differences",
             where=folder,
             items=[f"{fault.module}: {fault.kind}" for fault in faults],

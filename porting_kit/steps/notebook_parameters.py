@@ -58,6 +58,7 @@ def read_parameters(notebook: NotebookNode, where: Path | str) -> dict[str, Para
         raise NotebookError(
             f"notebook {_name(where)} has {len(tagged) or 'no'} cells tagged {TAG!r}",
             expected="exactly one",
+            found=len(tagged),
             where=where,
             next_step=f"tag its first code cell {TAG!r} (JupyterLab: property inspector, cell tags) and save the file"
             if not tagged
@@ -66,6 +67,8 @@ def read_parameters(notebook: NotebookNode, where: Path | str) -> dict[str, Para
     if tagged[0] is not code[0]:
         raise NotebookError(
             f"the parameters cell of {_name(where)} is not its first code cell",
+            expected="the parameters before all other code",
+            found=f"code cell {code.index(tagged[0]) + 1}",
             where=where,
             next_step="move it up: code before it cannot see the values that are passed",
         )
@@ -77,7 +80,13 @@ def parse_parameters(source: str, where: Path | str) -> dict[str, Parameter]:
     try:
         statements = ast.parse(source).body
     except SyntaxError as error:
-        raise NotebookError(f"the parameters cell of {_name(where)} is not Python", found=error, where=where) from error
+        raise NotebookError(
+            f"the parameters cell of {_name(where)} is not Python",
+            expected="name: type = literal  # help",
+            found=error,
+            where=where,
+            next_step="correct the line that the error names",
+        ) from error
     comments = _comments_by_line(source)
     parameters = {}
     for statement in statements:
@@ -110,6 +119,7 @@ def refuse_unknown_names(given: Iterable[str], declared: Iterable[str], where: P
             raise NotebookError(
                 f"unknown parameter {name!r}",
                 expected=f"did you mean {near!r}?" if near else "one of: " + ", ".join(declared),
+                found=repr(name),
                 where=where,
                 next_step="correct or remove it; nothing was run",
             )

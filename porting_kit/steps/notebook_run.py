@@ -66,7 +66,13 @@ def find_notebooks(folder: str | Path | None = None) -> list[Notebook]:
     folder = Path(folder) if folder is not None else notebooks_folder()
     files = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
     if not files:
-        raise NotebookError("no notebooks found", expected="files named NN_name.ipynb", where=folder)
+        raise NotebookError(
+            "no notebooks found",
+            expected="files named NN_name.ipynb",
+            found="none",
+            where=folder,
+            next_step="name the folder of the project's notebooks",
+        )
     notebooks: list[Notebook] = []
     for file in files:
         number = int(file.name[:2])
@@ -74,6 +80,7 @@ def find_notebooks(folder: str | Path | None = None) -> list[Notebook]:
             raise NotebookError(
                 f"notebook {file.name} has no step of its own",
                 expected=", ".join(f"{place:02d} {step}" for place, step in enumerate(STEPS)),
+                found=f"number {file.name[:2]}",
                 where=file,
                 next_step="renumber it, or move it out of the folder",
             )
@@ -89,7 +96,7 @@ def notebooks_folder() -> Path:
 
 
 def check_kernel(kernel_name: str) -> None:
-    """Raise EnvironmentMissing, in one line, when Jupyter knows no kernel of this name."""
+    """Raise EnvironmentMissing when Jupyter knows no kernel of this name."""
     from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
     manager = KernelSpecManager()
@@ -98,8 +105,10 @@ def check_kernel(kernel_name: str) -> None:
     except NoSuchKernel as error:
         known = ", ".join(sorted(manager.find_kernel_specs())) or "none"
         raise EnvironmentMissing(
-            f"no Jupyter kernel {kernel_name!r} here (known: {known}); register this Python as one with "
-            f"`{sys.executable} -m ipykernel install --user --name {kernel_name}`"
+            f"no Jupyter kernel {kernel_name!r} here",
+            expected=repr(kernel_name),
+            found=known,
+            next_step=f"register this Python as one: {sys.executable} -m ipykernel install --user --name {kernel_name}",
         ) from error
 
 

@@ -37,9 +37,10 @@ def require_steps(run: PortRun, *steps: str, edited: bool = False) -> tuple[str,
         if outcome.verdict is not Verdict.PASS:
             raise PatchError(
                 f"step {step!r} did not pass, so nothing can rest on it",
+                expected="pass",
                 found=outcome.summary,
                 where=run.folder.step(step),
-                next_step=outcome.figures.get("next_step"),
+                next_step=outcome.figures.get("next_step") or f"mend what it found, and rerun `porting-kit {step}`",
             )
         edits = run.folder.find_edits(outcome)
         if edits and not edited:
@@ -66,9 +67,18 @@ def read_checkpoint_document(run: PortRun, name: str = "config.json") -> Any:
         if name == "config.json" and not isinstance(document, dict):
             raise ValueError(f"a JSON object belongs here, not {json.dumps(document)[:40]}")
         return document
+    except FileNotFoundError:
+        raise CheckpointError(
+            "the run folder holds no checkpoint",
+            expected=f"{name} beside the rank files that convert writes",
+            found="no such folder" if not file.parent.is_dir() else f"a folder without {name}",
+            where=file.parent,
+            next_step="run `porting-kit convert` with the same port file and --out",
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(
             "a checkpoint file is damaged",
+            expected="the JSON file that convert writes",
             found=explain_problem(error),
             where=file,
             next_step="convert the checkpoint again",

@@ -44,17 +44,32 @@ def read_prompts(port: Port) -> list[str]:
     else:
         file = port.resolve_path(prompts)
         if not file.is_file():
-            raise PortFileError("the prompts file does not exist", where=file, next_step="correct alignment.prompts")
+            raise PortFileError(
+                "the prompts file does not exist",
+                expected="a text file with a prompt a line",
+                found="a folder" if file.is_dir() else "no such file",
+                where=file,
+                next_step="correct alignment.prompts",
+            )
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise PortFileError(
-                "the prompts file cannot be read", expected="UTF-8 text", found=error, where=file
+                "the prompts file cannot be read",
+                expected="UTF-8 text",
+                found=error,
+                where=file,
+                next_step="save the file as UTF-8, or correct alignment.prompts",
             ) from error
         texts = _split(lines) if SEPARATOR in lines else lines
     texts = [text for text in texts if text.strip()]
     if not texts:
-        raise PortFileError("there is no prompt to align on", found=repr(prompts)[:80])
+        raise PortFileError(
+            "there is no prompt to align on",
+            expected="at least one text",
+            found=repr(prompts)[:80],
+            next_step="write one into alignment.prompts, or prompts: default",
+        )
     return texts
 
 
@@ -90,7 +105,8 @@ def require_captured(port: Port, *, always: bool = False) -> None:
     if captured is not None and not port.resolve_path(captured).is_file():
         raise PortFileError(
             "the captured file does not exist",
-            found="a folder" if port.resolve_path(captured).is_dir() else None,
+            expected="a file of run.py or of the capture script",
+            found="a folder" if port.resolve_path(captured).is_dir() else "nothing",
             where=port.resolve_path(captured),
             next_step=f"bring the engine's output file here, or correct alignment.captured ({CAPTURED_PAGE})",
         )
@@ -118,6 +134,7 @@ def tokenize_prompts(port: Port, tokenizer: Any, vocab_size: int) -> tuple[list[
         if port.alignment.prompts != "default":
             raise PortFileError(
                 "the base model brings no tokenizer, so texts cannot be used as prompts",
+                expected="tokenizer files beside the weights",
                 found=f"alignment.prompts in port {port.name!r}",
                 where=port.base_path,
                 next_step="put the tokenizer beside the weights, or write prompts: default for random token ids",
@@ -133,6 +150,7 @@ def tokenize_prompts(port: Port, tokenizer: Any, vocab_size: int) -> tuple[list[
             expected=f"prompts of at least one token, ids below {vocab_size}",
             found=f"largest id {longest}",
             where=port.base_path,
+            next_step="put the base's own tokenizer beside the weights",
         )
     return ids, f"{len(ids)} texts, {min(map(len, ids))} to {max(map(len, ids))} tokens"
 

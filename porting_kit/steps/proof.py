@@ -139,6 +139,7 @@ def read_receipt(run: PortRun) -> dict[str, Any]:
         is_other = isinstance(problem, (KeyError, TypeError))
         raise CheckpointError(
             "the conversion's receipt cannot be read",
+            expected=f"{RECEIPT} as convert writes it",
             found="fields that are missing or of another kind" if is_other else explain_problem(problem),
             where=run.folder.checkpoint / RECEIPT,
             next_step="convert again",

@@ -126,16 +126,27 @@ def _require_options(
             next_step="name the Hugging Face base with --base, or leave --source out",
         )
     if out is not None and heads is None:
-        raise CheckpointError("there are no heads to add", expected="--heads beside --out", found=out)
+        raise CheckpointError(
+            "there are no heads to add",
+            expected="--heads beside --out",
+            found=out,
+            next_step="name the heads with --heads, or leave --out out",
+        )
     if heads is not None and out is None and base is None:
         raise CheckpointError(
             "heads are either added or compared",
             expected="--out for a folder that takes the checkpoint with heads, or --base to compare with",
             found=heads,
+            next_step="add --out or --base",
         )
     if max_draft_len is not None:
         if out is None:
-            raise CheckpointError("a draft limit is written beside heads", expected="--out", found=max_draft_len)
+            raise CheckpointError(
+                "a draft limit is written beside heads",
+                expected="--out",
+                found=max_draft_len,
+                next_step="add --out and --heads, or leave --max-draft-len out",
+            )
         require_draft_limit(max_draft_len)
 
 
@@ -150,6 +161,8 @@ def _require_heads(read: QuantisedCheckpoint) -> None:
     if not read.config.get("num_medusa_heads"):
         raise CheckpointError(
             "the checkpoint holds no Medusa heads to compare with",
+            expected="num_medusa_heads above 0 in config.json",
+            found="none",
             where=read.folder,
             next_step="name a folder with --out, and the heads are added",
         )
@@ -161,7 +174,13 @@ def _require_places(*folders: Path | None) -> None:
     for folder in wanted:
         require_free(folder)
     if len(set(wanted)) < len(wanted):
-        raise RunFolderError("two results would go into one folder", expected="a folder each", where=wanted[0])
+        raise RunFolderError(
+            "two results would go into one folder",
+            expected="a folder each",
+            found="one for both",
+            where=wanted[0],
+            next_step="name another folder with --out or --dequantised",
+        )
 
 
 def _judge(

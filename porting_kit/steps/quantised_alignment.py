@@ -147,6 +147,7 @@ def _require_same_tensors(compared: BaseComparison, checkpoint: Path) -> None:
     if faults:
         raise CheckpointError(
             f"the quantised checkpoint is of another base: {faults[0].text}",
+            expected="config and tensors of the port's base",
             where=checkpoint,
             items=[f"{fault.module}: {fault.kind}" for fault in faults],
             next_step="name a checkpoint of this port's base",

@@ -105,6 +105,7 @@ def _check_file(
         raise CapturedFileError(
             "the file holds nothing to check",
             expected="parameters of a config.pbtxt, or commands of trtllm-build and run.py",
+            found="neither",
             where=file,
             next_step="name the file that holds them; of other programs nothing is checked",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -323,6 +324,10 @@ def cut_the_checkpoints_config(out: Path) -> None:
     config.write_text(config.read_text()[:-30])
 
 
+def remove_the_checkpoint(out: Path) -> None:
+    shutil.rmtree(out / "checkpoint")
+
+
 def leave_python_from_the_module(out: Path) -> None:
     (out / "patched" / "medusa_bloom.py").write_text("raise SystemExit(0)\n")
 
@@ -338,6 +343,7 @@ def remove_the_module(out: Path) -> None:
 PRODUCT_FAULTS: dict[Callable[[Path], None], str] = {
     cut_the_checkpoint: "damaged",
     cut_the_checkpoints_config: "damaged",
+    remove_the_checkpoint: "the run folder holds no checkpoint",
     leave_python_from_the_module: "SystemExit",
     break_the_modules_syntax: "SyntaxError",
     remove_the_module: "medusa_bloom.py",

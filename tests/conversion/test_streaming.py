@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,10 @@ def test_a_value_that_would_overflow_stops_everything(
     with pytest.raises(ConversionError, match=message) as caught:
         convert_checkpoint(tmp_path / "base", tmp_path / "out", dtype="float16", workers=workers)
     assert "layers.1.mlp" in caught.value.subject
+    assert caught.value.where == f"{tmp_path / 'base' / 'model.safetensors'}: model.layers.1.mlp.down_proj.weight"
+    assert caught.value.next_step
+    if math.isnan(value):
+        assert (caught.value.expected, caught.value.found) == ("finite values", "1 values that are not finite")
     assert not (tmp_path / "out").exists()
 
 

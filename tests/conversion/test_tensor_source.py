@@ -227,6 +227,7 @@ def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
     save_file({name: TENSORS[name] for name in ("lm_head.weight", "empty", "model.norm.weight")}, files[1])
     message = refused(tmp_path)
     assert "1 tensors lie in two files" in message
+    assert f"where: {tmp_path}\n" in message
     assert "model.norm.weight" in message
 
 

@@ -142,8 +142,9 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path, token):
 def test_broken_files_are_refused(tmp_path, content, words):
     file = tmp_path / "output.npy"
     file.write_bytes(content)
-    with pytest.raises(CapturedFileError, match=words):
+    with pytest.raises(CapturedFileError, match=words) as raised:
         read(file)
+    assert (raised.value.where, bool(raised.value.next_step)) == (str(file), True)
 
 
 def test_a_cut_off_npy_file_is_refused(tmp_path):

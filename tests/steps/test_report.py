@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
+from porting_kit.alignment.generation_settings import GREEDY_SETTINGS, GenerationSettings
 from porting_kit.alignment.noise import LogitsNoise
 from porting_kit.alignment.oracle import JudgedText
-from porting_kit.alignment.reference import GREEDY_SETTINGS, GenerationSettings
 from porting_kit.alignment.result import AlignmentResult, Gate, LayerError, LayerReport
 from porting_kit.medusa.generation import TokenOrigins
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict

@@ -174,10 +174,12 @@ def test_what_can_be_refused_is_refused_before_anything_runs(run, tmp_path, fixt
     assert not list(tmp_path.glob("run/*/*.ipynb"))
 
 
-def test_the_message_about_a_missing_kernel_is_one_line():
+def test_a_missing_kernel_is_named_with_the_command_that_registers_it():
     with pytest.raises(EnvironmentMissing) as caught:
         check_kernel("venv-310-private")
-    assert "\n" not in str(caught.value)
+    fields = caught.value.as_dict()
+    assert not any("\n" in str(value) for value in fields.values())  # no traceback of Jupyter's
+    assert fields["next_step"].endswith("-m ipykernel install --user --name venv-310-private")
     check_kernel("python3")
 
 

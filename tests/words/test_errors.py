@@ -15,6 +15,13 @@ def test_message_order():
     assert lines[5].endswith("n")
 
 
+def test_an_error_gets_its_place_from_whoever_knows_it():
+    error = errors.HeadsError("s", expected="e", found="f", next_step="n", items=["i"])
+    assert error.at("w").as_dict() == {**error.as_dict(), "where": "w"}
+    assert isinstance(error.at("w"), errors.HeadsError)
+    assert error.at("w").at("other").where == "w"
+
+
 @pytest.mark.parametrize(
     ("kind", "code"),
     [

@@ -85,7 +85,12 @@ def read_blocks(raw: dict, values: dict) -> tuple[list[dict], str]:
             )
     if len(blocks) != values["num_layers"]:
         what = f"{key} is not as long as the model"
-        raise BaseModelError(what, expected=f"{values['num_layers']} entries", found=len(blocks))
+        raise BaseModelError(
+            what,
+            expected=f"{values['num_layers']} entries",
+            found=len(blocks),
+            next_step="complete config.json; nothing is guessed",
+        )
     return blocks, key
 
 

@@ -42,5 +42,6 @@ def find_fault(name: str) -> Fault:
     raise PortFileError(
         f"No fault has the name {name!r}",
         expected=", ".join(NAMES),
-        next_step=f"Did you mean {nearest!r}?" if nearest else None,
+        found=repr(name),
+        next_step=f"Did you mean {nearest!r}?" if nearest else "Name one of them.",
     )
