@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,8 +27,23 @@ if TYPE_CHECKING:
 KEPT_DECODERS = 2
 """Decoders a model keeps; each holds a cache, and on a CPU laid-out weights."""
 
-FORESEEN_NODES, FORESEEN_BYTES = 8, 256 << 20
-"""Nodes at which a step gives the heads' logits itself, and the size of an output matrix from which on that pays."""
+
+class Foresight(NamedTuple):
+    """Nodes at which a step gives the heads' logits itself, where that pays.
+
+    Args:
+        nodes: at most.
+        rows: of the product with the output matrix, at most; more are a matter of arithmetic.
+        matrix_bytes: of the output matrix, at least; reading a small one again costs little.
+    """
+
+    nodes: int
+    rows: int
+    matrix_bytes: int
+
+
+FORESIGHT = {"cuda": Foresight(8, MAX_ROWS, 256 << 20)}
+"""By kind of device; on a CPU the additional rows cost what the second reading does."""
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 _LOG = logging.getLogger(__name__)
@@ -82,11 +97,13 @@ class Decoder:
             nodes: the likeliest first.
         """
         B, M, device = self.cache.batch_size, self._model.num_medusa_heads, self._model.device
-        is_compiled = self._compiles and gpu_operations.has_kernels(device, self._model.dtype)
-        if self._programs or not is_compiled or not has_large_shared_matrix(self._model):
+        is_served = device.type == "cpu" or (self._compiles and gpu_operations.has_kernels(device, self._model.dtype))
+        foresight = FORESIGHT.get(device.type)
+        if foresight is None or self._programs or not is_served:
             return
-        fitting = (MAX_ROWS - B * self.nodes) // (B * M)
-        self.foreseen = tuple(nodes[: max(0, min(FORESEEN_NODES, fitting))])
+        fitting = min(foresight.nodes, (foresight.rows - B * self.nodes) // (B * M))
+        if fitting > 0 and measure_shared_matrix(self._model) >= foresight.matrix_bytes:
+            self.foreseen = tuple(nodes[:fitting])
 
     def check(self, ids: torch.Tensor) -> None:
         """Compare the program with an eager step on these ids [B, N]; nothing is kept of either.
@@ -146,8 +163,7 @@ class Decoder:
 
         Args:
             hidden: the states.
-            is_known: int32 [1]; where it is not 0 nothing is computed, and the logits hold anything. It counts only
-                where nodes are foreseen.
+            is_known: int32 [1]; where it is not 0 the logits may hold anything. It counts where nodes are foreseen.
         """
         has_skip = bool(self.foreseen)
         if self._heads is None:
@@ -262,12 +278,12 @@ def can_write_down(model: EmulatedModel) -> bool:
     return is_plain and model.mapping.world_size == 1 and model.kernel is None and not model.replays.is_suspended
 
 
-def has_large_shared_matrix(model: EmulatedModel) -> bool:
-    """Whether the heads' output matrices are the base's, and large."""
+def measure_shared_matrix(model: EmulatedModel) -> int:
+    """Bytes of the output matrix that the heads share with the base; 0 where they have others."""
     matrices = [value for name, value in model.named_parameters().items() if name.endswith("lm_head.weight")]
     first, *others = matrices or [torch.empty(0)]
-    size = first.numel() * first.element_size()
-    return size >= FORESEEN_BYTES and len(others) > 0 and all(is_same(first, other) for other in others)
+    is_shared = len(others) > 0 and all(is_same(first, other) for other in others)
+    return first.numel() * first.element_size() if is_shared else 0
 
 
 def weight_versions(model: EmulatedModel) -> tuple[int, ...]:

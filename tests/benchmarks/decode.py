@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import statistics
 import sys
@@ -37,12 +38,12 @@ from tests.alignment.tiny_ports import make_base, make_heads, make_prompts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMOLLM2_HEADS = REPOSITORY / "notebooks" / "ports" / "smollm2" / "heads"
-# The first nodes of the tree chosen for these heads, by size.
+# Chosen for these heads on 64 pieces of held-out text and 48 questions, half of the texts in a chat frame, by size.
 SMOLLM2_TREES = (
     [[0], [1], [0, 0]],
-    [[0], [1], [2], [0, 0], [0, 1]],
-    [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]],
-    [[0], [1], [2], [3], [0, 0], [0, 1], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0]],
+    [[0], [1], [2], [0, 0], [0, 0, 0]],
+    [[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [0, 0, 0, 0]],
+    [[0], [1], [2], [3], [4], [5], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]],
 )
 WIDE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 6}
 
@@ -97,17 +98,13 @@ def open_smollm2(source: str, base: Path | None = None, data: Path | None = None
 
 
 def write_prompts(reference: Reference) -> list[list[int]]:
-    """One bare text of the port and one question."""
-    texts = (SMOLLM2_HEADS.parent / "prompts.txt").read_text(encoding="utf-8").splitlines()[4:5]
-    chat = [{"role": "user", "content": "Explain this in simple words: a list is a sequence of values."}]
-    prompts = [reference.tokenizer(text)["input_ids"] for text in texts]
-    prompts.append(
-        reference.tokenizer(
-            reference.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True),
-            add_special_tokens=False,
-        )["input_ids"]
-    )
-    return prompts
+    """The port's prompts, every other one as a user's turn of a chat, which is what this base was made for."""
+    tokenizer = reference.tokenizer
+    texts = (SMOLLM2_HEADS.parent / "prompts.txt").read_text(encoding="utf-8").splitlines()
+    frames = itertools.cycle((Frame(), build_chat_frame(tokenizer)))
+    return [
+        [*frame.before, *tokenizer(text)["input_ids"], *frame.after] for text, frame in zip(texts, frames, strict=False)
+    ]
 
 
 def cut_held_out(reference: Reference, data: Path) -> list[list[int]]:

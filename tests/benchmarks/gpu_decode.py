@@ -31,7 +31,7 @@ from porting_kit.alignment.reference import Reference, load_reference
 from porting_kit.conversion.convert import checkpoint_tensors
 from porting_kit.conversion.heads import read_head_set
 from porting_kit.emulator import gpu_products, open_emulator
-from porting_kit.emulator.decoder import FORESEEN_NODES
+from porting_kit.emulator.decoder import FORESIGHT
 from porting_kit.medusa.decoding import generate_greedy, generate_medusa
 from porting_kit.medusa.fused_loop import NOT_FORESEEN, likely_last
 from porting_kit.medusa.head_ranks import ReplayedSteps, measure_accuracy, measure_ranks, replay_tree
@@ -221,7 +221,7 @@ def time_steps(model: Any) -> dict[str, float]:
 def share_foreseen(replayed: ReplayedSteps, tree: MedusaTree) -> float:
     """The share of steps whose accepted path ends at one of the nodes that a step foresees."""
     shares = replayed.node_shares | {(): 1.0}
-    likely = {tuple(tree.nodes[node]) for node in likely_last(tree)[:FORESEEN_NODES]}
+    likely = {tuple(tree.nodes[node]) for node in likely_last(tree)[: FORESIGHT["cuda"].nodes]}
     children = (share for path, share in shares.items() if path and path[:-1] in likely)
     return sum(shares[path] for path in likely) - sum(children)
 

@@ -13,7 +13,7 @@ import torch
 
 from porting_kit.emulator import decoder as decoder_module
 from porting_kit.emulator import fused_chains, gpu_kernels, gpu_operations, gpu_products
-from porting_kit.emulator.decoder import Decoder
+from porting_kit.emulator.decoder import Decoder, Foresight
 from porting_kit.emulator.gpu_operations import (
     attend_rows,
     can_search,
@@ -205,7 +205,6 @@ def test_heads_at_foreseen_nodes_give_the_same_texts(order: list[int], monkeypat
     monkeypatch.setattr(gpu_products, "find_plan", lambda rows, *given, **named: ROW if rows == 1 else ROWS)
     monkeypatch.setattr(gpu_products, "find_pair_plan", lambda *given: None)
     monkeypatch.setattr(decoder_module, "can_write_down", lambda model: True)
-    monkeypatch.setattr(decoder_module, "FORESEEN_BYTES", 0)
     monkeypatch.setattr(fused_loop, "likely_last", lambda tree: order)
     if DEVICE == "cpu":
         monkeypatch.setattr(torch, "compile", lambda module, **options: module)
@@ -213,7 +212,7 @@ def test_heads_at_foreseen_nodes_give_the_same_texts(order: list[int], monkeypat
     model = build("llama", DEVICE, "float16")
     model.decoders.compiles, found = True, []
     for nodes in (0, 3):
-        monkeypatch.setattr(decoder_module, "FORESEEN_NODES", nodes)
+        monkeypatch.setitem(decoder_module.FORESIGHT, DEVICE, Foresight(nodes, 128, 0))
         model.decoders._kept.clear()
         found.append(generate_medusa(model, TREE, [torch.arange(9).to(DEVICE)], 4))
         assert list(next(iter(model.decoders._kept.values())).foreseen) == order[:nodes]

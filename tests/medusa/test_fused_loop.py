@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from porting_kit.emulator import EmulatedModel, open_emulator
+from porting_kit.emulator import EmulatedModel, decoder, open_emulator
 from porting_kit.emulator.program import StepProgram
+from porting_kit.medusa import fused_loop
 from porting_kit.medusa.decoding import generate_greedy, generate_medusa
 from porting_kit.medusa.tree import read_tree
 from porting_kit.patching import build_medusa_module
@@ -71,6 +72,52 @@ def test_a_fused_generation_is_the_plain_one(family: str, device: str):
         assert 0 < fused.context_seconds < fused.seconds
         for ours, theirs in zip(fused.origins, plain.origins, strict=True):
             assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in vars(ours))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [7, 6, 5]])
+def test_heads_at_foreseen_nodes_give_the_same_texts(order: list[int], monkeypatch: pytest.MonkeyPatch):
+    """Steps end at foreseen nodes, at others, or at both; the logits of a wrong node would draft other tokens."""
+    model = build("llama")
+    prompts = [PROMPTS[0]]
+    plain = plainly(model, generate_medusa, TREE, prompts, 40)
+    monkeypatch.setattr(fused_loop, "likely_last", lambda tree: order)
+    monkeypatch.setitem(decoder.FORESIGHT, "cpu", decoder.Foresight(3, 64, 0))
+    fused = generate_medusa(model, TREE, prompts, 40)
+    assert list(next(iter(model.decoders._kept.values())).foreseen) == order
+    assert fused.tokens == plain.tokens
+    assert fused.accepted_lengths == plain.accepted_lengths
+
+
+def test_foreseen_logits_of_a_wrong_node_are_found(monkeypatch: pytest.MonkeyPatch):
+    """Seeded fault: a step gives its foreseen logits in another order; the comparison with the eager step says so."""
+    monkeypatch.setitem(decoder.FORESIGHT, "cpu", decoder.Foresight(3, 64, 0))
+    step = StepProgram.__call__
+    monkeypatch.setattr(
+        StepProgram, "__call__", lambda *given: (*(found := step(*given))[:2], *(g.flip(2) for g in found[2:]))
+    )
+    model = build("llama")
+    assert generate_medusa(model, TREE, [PROMPTS[0]], 12).tokens
+    assert count_programs(model) == 0
+
+
+def test_a_matrix_is_foreseen_only_where_it_is_shared_and_large(model: EmulatedModel, monkeypatch: pytest.MonkeyPatch):
+    def foresee(limit: decoder.Foresight, nodes: int = TREE.num_nodes) -> tuple[int, ...]:
+        monkeypatch.setitem(decoder.FORESIGHT, "cpu", limit)
+        found = decoder.Decoder(model, 1, 60, TREE.position_offsets, TREE.packed_mask)
+        found.nodes = nodes
+        found.foresee([0, 1, 2, 3])
+        return found.foreseen
+
+    size = decoder.measure_shared_matrix(model)
+    assert size > 0
+    assert foresee(decoder.Foresight(3, 100, size)) == (0, 1, 2)
+    assert foresee(decoder.Foresight(3, 100, size + 1)) == ()
+    assert foresee(decoder.Foresight(3, TREE.num_nodes + 7, size)) == (0, 1)
+    assert foresee(decoder.Foresight(3, TREE.num_nodes + 2, size)) == ()
+    own = dict(model.named_parameters())
+    own["medusa_heads.1.lm_head.weight"] = own["medusa_heads.1.lm_head.weight"] + 1
+    monkeypatch.setattr(model, "named_parameters", lambda: own)
+    assert decoder.measure_shared_matrix(model) == 0
 
 
 def test_one_token_is_one_context_phase(model: EmulatedModel, monkeypatch: pytest.MonkeyPatch):
