@@ -96,8 +96,8 @@ def test_every_input_says_what_it_means(make_form):
 
 def test_a_choice_the_port_file_cannot_take_is_refused_when_it_is_used(make_form):
     form = make_form()
-    form.inputs["engine"].value = "captured"
-    with pytest.raises(PortFileError, match="captured"):
+    form.inputs["tree"].value = "[[0], [first]]"
+    with pytest.raises(PortFileError, match="tree"):
         form.open_run()
 
 
