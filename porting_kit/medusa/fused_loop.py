@@ -130,9 +130,11 @@ class FusedLoop:
         self.step_number += 1
         if self._tree.num_drafts:
             decoder.keep(kept, self.pasts)
-            is_known = (place.min() >= 0).to(torch.int32).view(1)
-            given = (decoder.heads(last, is_known), after[0])
-            given += () if foreseen is None else (foreseen, place)
+            if foreseen is None:
+                given = (decoder.heads(last), after[0])
+            else:
+                is_known = (place.min() >= 0).to(torch.int32).view(1)
+                given = (decoder.heads(last, is_known), after[0], foreseen, place, is_known)
             if self._draft is None:
                 self._draft = decoder.write_down(self.draft, given)
             after[0] = self._draft(*given)
@@ -178,14 +180,16 @@ class FusedLoop:
         roots: torch.Tensor,
         foreseen: torch.Tensor | None = None,
         place: torch.Tensor | None = None,
+        is_known: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The nodes of the next step [B, N] from the heads' logits [M, B, Vp] and the roots [B, 1].
 
-        Where every request ended at a foreseen node, place [B], the foreseen logits [M, B, F, Vp] count in their stead.
+        Where every request ended at a foreseen node (place [B], is_known int32 [1] not 0), the foreseen logits
+        [M, B, F, Vp] count in their stead.
         """
         if foreseen is not None:
             chosen = foreseen[:, torch.arange(len(roots), device=roots.device), place.clamp(min=0)]
-            guesses = torch.where(place.min() >= 0, chosen, guesses)
+            guesses = torch.where(is_known != 0, chosen, guesses)
         return torch.cat((roots, draft_tokens(guesses, self._tree, self._vocab_size)), dim=1)
 
     def log(self, log: StepLog) -> None:
