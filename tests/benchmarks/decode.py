@@ -29,12 +29,12 @@ from porting_kit.conversion.convert import checkpoint_tensors
 from porting_kit.conversion.heads import read_head_set
 from porting_kit.diagnosis.port_state import PortState, describe_port
 from porting_kit.medusa.decoding import generate_greedy, generate_medusa
-from porting_kit.medusa.self_distillation import Frame, build_chat_frame, cut_prompts
-from porting_kit.medusa.training_text import read_text, split_held_out
+from porting_kit.medusa.self_distillation import Frame, build_chat_frame
 from porting_kit.medusa.tree import MedusaTree, read_tree
 from porting_kit.patching import build_medusa_module
 from porting_kit.source_tree import open_source_tree
 from tests.alignment.tiny_ports import make_base, make_heads, make_prompts
+from tests.benchmarks.gpu_decode import cut_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMOLLM2_HEADS = REPOSITORY / "notebooks" / "ports" / "smollm2" / "heads"
@@ -93,7 +93,7 @@ def open_smollm2(source: str, base: Path | None = None, data: Path | None = None
         return None
     base = base or next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     reference = load_reference(base, attention="sdpa")
-    prompts = write_prompts(reference) if data is None else cut_held_out(reference, data)
+    prompts = write_prompts(reference) if data is None else cut_text(reference.tokenizer, data, 8, seed=11)
     return open_case("SmolLM2-135M", base, SMOLLM2_HEADS, reference, prompts, list(SMOLLM2_TREES), source)
 
 
@@ -105,13 +105,6 @@ def write_prompts(reference: Reference) -> list[list[int]]:
     return [
         [*frame.before, *tokenizer(text)["input_ids"], *frame.after] for text, frame in zip(texts, frames, strict=False)
     ]
-
-
-def cut_held_out(reference: Reference, data: Path) -> list[list[int]]:
-    """Prompts of the kind that the GPU benchmark judges on: held-out text, half of it in a chat frame."""
-    frames = (Frame(), build_chat_frame(reference.tokenizer, "Explain this in simple words: "))
-    held_out = split_held_out(read_text(data))[1]
-    return cut_prompts(reference.tokenizer, held_out, lengths_tokens=(32,), limit=8, seed=11, frames=frames)
 
 
 def measure(case: Case, new_tokens: int, rounds: int) -> dict[str, Any]:
