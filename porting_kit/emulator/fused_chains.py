@@ -37,6 +37,7 @@ _OTHERS = {
     _aten.sum.dim_IntList,
     _aten.sum.default,
     _aten.amax.default,
+    _aten.amin.default,
     _aten.max.dim,
     _aten.any.dim,
     _aten.var_mean.correction,

@@ -1,176 +1,14 @@
-"""Triton kernels of a decode step: products of few rows, attention of few queries over a cache, writing new rows.
+"""Triton kernels of a decode step: attention of few queries over a cache, new and moved rows of it, searches.
 
-Letters are the package's; R rows of a product, G query heads of a group. Halves are
-multiplied and summed in float32 and rounded once. This module can be imported without Triton and is of no use then.
+Letters are the package's; G query heads of a group. Halves are multiplied and summed in float32 and rounded once.
 """
 
 from __future__ import annotations
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a CPU build of PyTorch
-    triton = tl = None
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton before 3.4
-    TensorDescriptor = None
-
-HAS_TRITON = triton is not None
+from porting_kit.emulator.triton_import import jit, tl
 
 
-def _jit(function):
-    return triton.jit(function) if HAS_TRITON else function
-
-
-@_jit
-def multiply_row(
-    rows,
-    weight,
-    second,
-    bias,
-    skip,
-    output,
-    fan_in,
-    fan_out,
-    HAS_BIAS: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
-    IS_PAIR: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
-    """One row [fan_in] times a weight [fan_out, fan_in] -> [fan_out]; the weight is streamed once.
-
-    With IS_PAIR a second weight of the same shape follows the first, [2 * fan_out]. With HAS_SKIP nothing is read or
-    written where the int32 at `skip` is not 0.
-    """
-    if HAS_SKIP:  # noqa: SIM102 - decided when the kernel is compiled
-        if tl.load(skip) != 0:
-            return
-    block, shift = tl.program_id(0), 0
-    if IS_PAIR:
-        blocks = tl.num_programs(0) // 2
-        shift = block // blocks * fan_out
-        weight = tl.where(block < blocks, weight, second)
-        block = block % blocks
-    out = block * BLOCK_O + tl.arange(0, BLOCK_O)
-    start = weight + out.to(tl.int64)[:, None] * fan_in
-    total = tl.zeros([BLOCK_O, BLOCK_I], dtype=tl.float32)
-    for first in range(0, fan_in, BLOCK_I):
-        column = first + tl.arange(0, BLOCK_I)
-        values = tl.load(
-            start + column[None, :],
-            mask=(out[:, None] < fan_out) & (column[None, :] < fan_in),
-            other=0.0,
-            eviction_policy="evict_first",
-        )
-        row = tl.load(rows + column, mask=column < fan_in, other=0.0)
-        total += values.to(tl.float32) * row.to(tl.float32)[None, :]
-    result = tl.sum(total, axis=1)
-    if HAS_BIAS:
-        result += tl.load(bias + out, mask=out < fan_out, other=0.0).to(tl.float32)
-    tl.store(output + shift + out, result.to(output.dtype.element_ty), mask=out < fan_out)
-
-
-@_jit
-def multiply_rows(
-    rows,
-    weight,
-    second,
-    bias,
-    skip,
-    output,
-    R,
-    fan_in,
-    fan_out,
-    share,
-    HAS_BIAS: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
-    IS_PAIR: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
-    """Rows [R, fan_in] times a weight [fan_out, fan_in] -> [parts, R, fan_out]; a part sums `share` columns.
-
-    Program: (block of outputs, part, block of rows); with all rows in one block the weight is read once. With IS_PAIR a
-    second weight of the same shape follows the first, [parts, R, 2 * fan_out].
-
-    The weight's rows take the long side of the tensor cores, so that few rows waste little. HAS_SKIP: `multiply_row`.
-    """
-    if HAS_SKIP:  # noqa: SIM102 - decided when the kernel is compiled
-        if tl.load(skip) != 0:
-            return
-    block, shift, width = tl.program_id(0), 0, fan_out
-    if IS_PAIR:
-        blocks = tl.num_programs(0) // 2
-        shift, width = block // blocks * fan_out, 2 * fan_out
-        weight = tl.where(block < blocks, weight, second)
-        block = block % blocks
-    out = block * BLOCK_O + tl.arange(0, BLOCK_O)
-    part = tl.program_id(1)
-    row = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
-    total = tl.zeros([BLOCK_O, BLOCK_R], dtype=tl.float32)
-    start = weight + out.to(tl.int64)[:, None] * fan_in
-    end = tl.minimum((part + 1) * share, fan_in)
-    for first in range(part * share, end, BLOCK_I):
-        column = first + tl.arange(0, BLOCK_I)
-        values = tl.load(
-            start + column[None, :],
-            mask=(out[:, None] < fan_out) & (column[None, :] < end),
-            other=0.0,
-            eviction_policy="evict_first",
-        )
-        inputs = tl.load(
-            rows + row[None, :] * fan_in + column[:, None], mask=(row[None, :] < R) & (column[:, None] < end), other=0.0
-        )
-        total = tl.dot(values, inputs, total)
-    if HAS_BIAS:
-        total += tl.load(bias + out, mask=out < fan_out, other=0.0).to(tl.float32)[:, None]
-    place = output + (part * R + row[None, :]).to(tl.int64) * width + shift + out[:, None]
-    tl.store(place, total.to(output.dtype.element_ty), mask=(out[:, None] < fan_out) & (row[None, :] < R))
-
-
-@_jit
-def stream_rows(
-    rows,
-    weight,
-    bias,
-    skip,
-    output,
-    R,
-    fan_out,
-    steps,
-    tiles,
-    HAS_BIAS: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
-    """What `multiply_rows` gives for all rows in one block, from tensor descriptors of the rows and of the weight.
-
-    Program: (first of its tiles of outputs, part of `steps` blocks of inputs). Tiles come in turn, so that the copy
-    engine fetches the next one's weights while this one is written; beyond the edges it gives zeros.
-    """
-    if HAS_SKIP:  # noqa: SIM102 - decided when the kernel is compiled
-        if tl.load(skip) != 0:
-            return
-    part = tl.program_id(1)
-    row = tl.arange(0, BLOCK_R)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        total = tl.zeros([BLOCK_O, BLOCK_R], dtype=tl.float32)
-        for step in range(steps):
-            first = (part * steps + step) * BLOCK_I
-            total = tl.dot(weight.load([tile * BLOCK_O, first]), rows.load([0, first]).T, total)
-        out = tile * BLOCK_O + tl.arange(0, BLOCK_O)
-        if HAS_BIAS:
-            total += tl.load(bias + out, mask=out < fan_out, other=0.0).to(tl.float32)[:, None]
-        place = output + (part * R + row[None, :]).to(tl.int64) * fan_out + out[:, None]
-        tl.store(place, total.to(output.dtype.element_ty), mask=(out[:, None] < fan_out) & (row[None, :] < R))
-
-
-@_jit
+@jit
 def attend(
     query,
     keys,
@@ -269,7 +107,7 @@ def attend(
         tl.store(weight_sum + place, weights, mask=is_query)
 
 
-@_jit
+@jit
 def join_parts(
     parts, top, weight_sum, output, rows, D, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -286,7 +124,7 @@ def join_parts(
     tl.store(output + row * D + dim, total.to(output.dtype.element_ty), mask=dim < D)
 
 
-@_jit
+@jit
 def store_rows(
     layer,
     pasts,
@@ -323,7 +161,7 @@ def store_rows(
     tl.store(layer + target + layer_kind, v, mask=is_element)
 
 
-@_jit
+@jit
 def move_rows(
     joined,
     rows,
@@ -358,7 +196,7 @@ def move_rows(
     tl.store(base + (past + step)[:, None] * joined_row + dim[None, :], values, mask=cell)
 
 
-@_jit
+@jit
 def find_largest(
     rows,
     indices,

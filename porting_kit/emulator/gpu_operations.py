@@ -10,6 +10,7 @@ import torch
 
 from porting_kit.emulator import gpu_kernels
 from porting_kit.emulator.half_precision import HALF_TYPES
+from porting_kit.emulator.triton_import import HAS_TRITON
 
 PROGRAMS = 132
 """Programs that fill the largest card of today; attention over long texts is cut into parts while they stay below."""
@@ -26,7 +27,7 @@ SEARCH_BLOCK, MAX_COUNT = 4096, 32
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels serve this device and type: a GPU with Triton, half precision."""
-    return gpu_kernels.HAS_TRITON and device.type == "cuda" and dtype in HALF_TYPES
+    return HAS_TRITON and device.type == "cuda" and dtype in HALF_TYPES
 
 
 @torch.library.custom_op(

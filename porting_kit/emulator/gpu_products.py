@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from porting_kit.emulator import gpu_kernels
+from porting_kit.emulator import gpu_product_kernels
 from porting_kit.emulator.gpu_operations import PROGRAMS
+from porting_kit.emulator.triton_import import TensorDescriptor
 
 MAX_ROWS = 128
 """Rows of a product that the kernels take; more are a matter of arithmetic, where the library is best."""
@@ -121,19 +122,19 @@ def multiply(
     }
     block_rows = min(plan.block_rows, max(16, 1 << (R - 1).bit_length()))
     if plan.kind == "row":
-        gpu_kernels.multiply_row[(len(weights) * tiles,)](
+        gpu_product_kernels.multiply_row[(len(weights) * tiles,)](
             rows, weights[0], weights[-1], *held, output, fan_in, fan_out, IS_PAIR=second is not None, **options
         )
     elif plan.kind == "rows":
-        gpu_kernels.multiply_rows[(len(weights) * tiles, plan.parts, -(-R // block_rows))](
+        gpu_product_kernels.multiply_rows[(len(weights) * tiles, plan.parts, -(-R // block_rows))](
             rows, weights[0], weights[-1], *held, output, R, fan_in, fan_out, steps * plan.block_in,
             IS_PAIR=second is not None, BLOCK_R=block_rows, **options,
         )  # fmt: skip
     else:
-        described = gpu_kernels.TensorDescriptor.from_tensor(rows, [block_rows, plan.block_in])
-        streamed = gpu_kernels.TensorDescriptor.from_tensor(weight.T, [plan.block_out, plan.block_in])
+        described = TensorDescriptor.from_tensor(rows, [block_rows, plan.block_in])
+        streamed = TensorDescriptor.from_tensor(weight.T, [plan.block_out, plan.block_in])
         programs = min(tiles, max(1, PROGRAMS * plan.resident // plan.parts))
-        gpu_kernels.stream_rows[(programs, plan.parts)](
+        gpu_product_kernels.stream_rows[(programs, plan.parts)](
             described, streamed, *held, output, R, fan_out, steps, tiles, BLOCK_R=block_rows, **options
         )
     return output[0] if plan.parts == 1 else output
@@ -188,7 +189,7 @@ def _find_fastest(
         size = first.numel() * first.element_size()
         chosen = list(weights[: max(1, -(-TIMED_BYTES // (len(weights[0]) * size)))])
         given = torch.randn(rows, first.shape[0], dtype=first.dtype, device=first.device)
-        streamed = () if is_pair or gpu_kernels.TensorDescriptor is None else STREAM_PLANS
+        streamed = () if is_pair or TensorDescriptor is None else STREAM_PLANS
         several = (*ROWS_PLANS, *(SMALL_PLANS if size <= SMALL_BYTES else streamed))
         plans = ROW_PLANS if rows == 1 else several
         times = {} if is_pair or not has_library else {LIBRARY: time_plan(given, chosen, bias, LIBRARY)}

@@ -55,12 +55,12 @@ def accept_greedy(node_tokens: torch.Tensor, target_tokens: torch.Tensor, tree: 
         tree: the tree of the step.
     """
     paths = tree.paths.to(node_tokens.device)  # [P, A]
-    exists = paths >= 0
-    nodes = paths.clamp(min=0)
-    agrees = (node_tokens[:, nodes[:, 1:]] == target_tokens[:, nodes[:, :-1]]) & exists[:, 1:]  # [B, P, A - 1]
-    confirmed = agrees.cumprod(-1).sum(-1)  # [B, P]
-    longest, best = confirmed.max(-1)[0], _first_longest(confirmed)
-    kept = torch.arange(paths.shape[1], device=paths.device) <= longest[:, None]  # [B, A]
+    children = torch.cat((paths[:, 1:], torch.full_like(paths[:, :1], PADDING)), dim=1)
+    nodes, depths = paths.clamp(min=0), torch.arange(paths.shape[1], device=paths.device)
+    agrees = (node_tokens[:, children.clamp(min=0)] == target_tokens[:, nodes]) & (children >= 0)  # [B, P, A]
+    confirmed = torch.where(agrees, paths.shape[1], depths).amin(-1)  # [B, P]: the first node whose child is refused
+    longest, best = confirmed.amax(-1), _first_longest(confirmed)
+    kept = depths <= longest[:, None]  # [B, A]
     rows = paths[best].masked_fill(~kept, PADDING)
     tokens = target_tokens.gather(1, nodes[best]).masked_fill(~kept, PADDING)
     return Acceptance(rows=rows, tokens=tokens, lengths=longest + 1)
@@ -89,7 +89,7 @@ def cut_at_end(
     width = tokens.shape[1]
     end_tokens = torch.as_tensor(end_ids, dtype=tokens.dtype, device=tokens.device)
     ends = (tokens.unsqueeze(-1) == end_tokens).any(-1)
-    ends &= torch.arange(width, device=tokens.device) < lengths[:, None]
+    ends = ends & (torch.arange(width, device=tokens.device) < lengths[:, None])
     first_end = torch.where(ends.any(1), ends.int().argmax(1) + 1, width + 1)
     shortened = torch.minimum(torch.minimum(lengths, first_end), budget)
     return shortened, (first_end <= shortened) | (shortened == budget)

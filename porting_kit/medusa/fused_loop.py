@@ -138,9 +138,7 @@ class FusedLoop:
             if self._draft is None:
                 self._draft = decoder.write_down(self.draft, given)
             after[0] = self._draft(*given)
-        for tensor, value in zip((self.nodes, self.pasts, self.emitted, self.running), after, strict=True):
-            tensor.copy_(value)
-        self.progress.copy_(progress)
+        torch._foreach_copy_((self.nodes, self.pasts, self.emitted, self.running, self.progress), (*after, progress))
 
     def judge(
         self,
@@ -170,7 +168,7 @@ class FusedLoop:
         pasts = pasts + (accepted.lengths * running).unsqueeze(1)
         running = running & ~ended
         last = hidden[torch.arange(len(hidden), device=hidden.device), accepted.last_rows]
-        progress = torch.stack([running.sum(), pasts.max()])
+        progress = torch.stack([running.sum(), pasts.amax()])
         place = places[accepted.last_rows]
         return kept, last, place, entry, progress, accepted.last_tokens.unsqueeze(1), pasts, emitted + counts, running
 

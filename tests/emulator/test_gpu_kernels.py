@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from porting_kit.emulator import decoder as decoder_module
-from porting_kit.emulator import fused_chains, gpu_kernels, gpu_operations, gpu_products
+from porting_kit.emulator import fused_chains, gpu_operations, gpu_products
 from porting_kit.emulator.decoder import Decoder, Foresight
 from porting_kit.emulator.gpu_operations import (
     attend_rows,
@@ -22,6 +22,7 @@ from porting_kit.emulator.gpu_operations import (
     store_rows,
 )
 from porting_kit.emulator.gpu_products import ProductPlan, multiply
+from porting_kit.emulator.triton_import import HAS_TRITON
 from porting_kit.medusa import fused_loop
 from porting_kit.medusa.decoding import generate_medusa
 from tests.medusa.test_fused_loop import TREE, build
@@ -29,7 +30,7 @@ from tests.medusa.test_fused_loop import TREE, build
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not IS_INTERPRETED else "cpu"
 pytestmark = pytest.mark.skipif(
-    not gpu_kernels.HAS_TRITON or (DEVICE == "cpu" and not IS_INTERPRETED),
+    not HAS_TRITON or (DEVICE == "cpu" and not IS_INTERPRETED),
     reason="needs Triton, and a GPU or TRITON_INTERPRET=1",
 )
 
