@@ -39,6 +39,7 @@ _OTHERS = {
     _aten.amax.default,
     _aten.amin.default,
     _aten.max.dim,
+    _aten.all.dim,
     _aten.any.dim,
     _aten.var_mean.correction,
     _aten.native_layer_norm.default,

@@ -51,6 +51,9 @@ class PlacedTree:
 class FusedLoop:
     """The state of a loop, in tensors that stay where they are, and the steps over it.
 
+    All of it is int64: the `nodes` of the next step [B, N], and the `progress`, which the host reads: `pasts` [B, 1],
+    tokens `emitted` [B], whether a request is `running` [B], and the `step_number` [1].
+
     Args:
         decoder: of the model.
         tree: the tree of every step; the root alone is plain greedy.
@@ -67,12 +70,15 @@ class FusedLoop:
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        self.nodes, self.pasts, self.emitted, self.wanted = zeros(B, N), zeros(B, 1), zeros(B), zeros(B)
-        self.running = torch.ones(B, dtype=torch.bool, device=device)
+        # What a step leaves to the next one lies together, so that one copy keeps it. Kernels are compiled for inputs
+        # that start at 16 bytes: a gap follows an odd number of nodes.
+        self._gap = B * N % 2
+        self.state = zeros(B * N + self._gap + 3 * B + 1)
+        self.nodes, self.progress = self.state[: B * N].view(B, N), self.state[B * N + self._gap :]
+        pasts, self.emitted, self.running, self.step_number = self.progress.split((B, B, B, 1))
+        self.pasts = pasts.view(B, 1)
+        self.wanted = zeros(B)
         self.end_ids = torch.full((MAX_END_IDS,), NO_TOKEN, device=device)
-        self.step_number = zeros(1)
-        # [running requests, longest past]: all that the host reads in a step.
-        self.progress = zeros(2)
         # Place of each node among the foreseen ones, -1 for others.
         places = {node: place for place, node in enumerate(decoder.foreseen)}
         self.places = torch.tensor([places.get(node, NOT_FORESEEN) for node in range(N)], device=device)
@@ -95,59 +101,54 @@ class FusedLoop:
         self.pasts.copy_(self._decoder.cache.lengths.unsqueeze(1))
         self.emitted.zero_()
         self.wanted.fill_(limit)
-        self.running.fill_(True)
+        self.running.fill_(1)
         self.end_ids.fill_(NO_TOKEN)
         self.end_ids[: len(end_ids)] = torch.tensor(list(end_ids), dtype=torch.int64)
         self.step_number.zero_()
 
     def run(self) -> None:
         """Steps until every request has ended."""
-        longest, running = int(self._decoder.cache.lengths.max()), 1
-        while running:
-            end = self._decoder.end_for(longest)
+        B = self._decoder.cache.batch_size
+        progress = self.progress.tolist()
+        while any(progress[2 * B : 3 * B]):
+            end = self._decoder.end_for(max(progress[:B]))
             if end not in self._captured:
                 self._captured[end] = self._capture(end)
             self._captured[end]()
-            running, longest = self.progress.tolist()
+            progress = self.progress.tolist()
 
     def _capture(self, end: int) -> Callable[[], None]:
         """Recording runs the step, so the state is put back afterwards; rows behind the past do not count."""
-        state = (self.nodes, self.pasts, self.emitted, self.running, self.step_number)
-        before = [tensor.clone() for tensor in state]
+        before = self.state.clone()
         captured = self._decoder.capture(lambda: self._step(end))
-        for tensor, value in zip(state, before, strict=True):
-            tensor.copy_(value)
+        self.state.copy_(before)
         return captured
 
     def _step(self, end: int) -> None:
         decoder = self._decoder
         logits, hidden, foreseen = decoder.step(self.nodes, self.pasts, end)
-        state = (self.nodes, self.pasts, self.emitted, self.running, self.wanted, self.end_ids, self.places)
+        state = (self.nodes, self.progress, self.wanted, self.end_ids, self.places)
         if self._judge is None:
             self._judge = decoder.write_down(self.judge, (logits, hidden, *state))
-        kept, last, place, entry, progress, *after = self._judge(logits, hidden, *state)
+        kept, last, place, is_known, entry, *after = self._judge(logits, hidden, *state)
         self.logged.index_copy_(0, self.step_number, entry.unsqueeze(0))
-        self.step_number += 1
         if self._tree.num_drafts:
             decoder.keep(kept, self.pasts)
             if foreseen is None:
-                given = (decoder.heads(last), after[0])
+                given = (decoder.heads(last), *after)
             else:
-                is_known = (place.min() >= 0).to(torch.int32).view(1)
-                given = (decoder.heads(last, is_known), after[0], foreseen, place, is_known)
+                given = (decoder.heads(last, is_known), *after, foreseen, place, is_known)
             if self._draft is None:
                 self._draft = decoder.write_down(self.draft, given)
-            after[0] = self._draft(*given)
-        torch._foreach_copy_((self.nodes, self.pasts, self.emitted, self.running, self.progress), (*after, progress))
+            after = [self._draft(*given)]
+        torch.cat(after, out=self.state)
 
     def judge(
         self,
         logits: torch.Tensor,
         hidden: torch.Tensor,
         nodes: torch.Tensor,
-        pasts: torch.Tensor,
-        emitted: torch.Tensor,
-        running: torch.Tensor,
+        progress: torch.Tensor,
         wanted: torch.Tensor,
         end_ids: torch.Tensor,
         places: torch.Tensor,
@@ -156,31 +157,35 @@ class FusedLoop:
 
         Returns:
             Rows to keep [B, A], hidden states at the last accepted nodes [B, E], the places of these among the foreseen
-            nodes [B], the log's entry, the progress, and then, as after the step: roots [B, 1], pasts, emitted and
-            running.
+            nodes [B], whether all are (int32 [1]), the log's entry, and what the next step starts with: roots [B] and
+            the progress, behind its gap.
         """
+        B = len(nodes)
         accepted = accept_greedy(nodes, top_tokens(logits, self._vocab_size), self._tree)
+        pasts, emitted, running, step_number = progress.split((B, B, B, 1))
         counts, ended = cut_at_end(accepted.tokens, accepted.lengths, end_ids, (wanted - emitted).clamp(min=1))
         counts = counts * running
         numbers = torch.stack((accepted.lengths, counts), dim=1)
         entry = torch.cat((accepted.rows, accepted.tokens, numbers), dim=1)
-        kept = accepted.rows.masked_fill(~running.unsqueeze(1), PADDING)
-        pasts = pasts + (accepted.lengths * running).unsqueeze(1)
-        running = running & ~ended
-        last = hidden[torch.arange(len(hidden), device=hidden.device), accepted.last_rows]
-        progress = torch.stack([running.sum(), pasts.amax()])
+        kept = accepted.rows.masked_fill((running == 0).unsqueeze(1), PADDING)
+        last = hidden[torch.arange(B, device=hidden.device), accepted.last_rows]
         place = places[accepted.last_rows]
-        return kept, last, place, entry, progress, accepted.last_tokens.unsqueeze(1), pasts, emitted + counts, running
+        is_known = (place != NOT_FORESEEN).all(0, keepdim=True).to(torch.int32)
+        gap = (torch.zeros_like(step_number),) * self._gap
+        pasts, running = pasts + accepted.lengths * running, running * ~ended
+        after = torch.cat((*gap, pasts, emitted + counts, running, step_number + 1))
+        return kept, last, place, is_known, entry, accepted.last_tokens, after
 
     def draft(
         self,
         guesses: torch.Tensor,
         roots: torch.Tensor,
+        progress: torch.Tensor,
         foreseen: torch.Tensor | None = None,
         place: torch.Tensor | None = None,
         is_known: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The nodes of the next step [B, N] from the heads' logits [M, B, Vp] and the roots [B, 1].
+        """The state that the next step starts with, from the heads' logits [M, B, Vp] and what `judge` gives of it.
 
         Where every request ended at a foreseen node (place [B], is_known int32 [1] not 0), the foreseen logits
         [M, B, F, Vp] count in their stead.
@@ -188,7 +193,8 @@ class FusedLoop:
         if foreseen is not None:
             chosen = foreseen[:, torch.arange(len(roots), device=roots.device), place.clamp(min=0)]
             guesses = torch.where(is_known != 0, chosen, guesses)
-        return torch.cat((roots, draft_tokens(guesses, self._tree, self._vocab_size)), dim=1)
+        drafts = draft_tokens(guesses, self._tree, self._vocab_size)
+        return torch.cat((torch.cat((roots.unsqueeze(1), drafts), dim=1).flatten(), progress))
 
     def log(self, log: StepLog) -> None:
         """Hand over the steps that were taken."""
