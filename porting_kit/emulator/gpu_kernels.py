@@ -207,21 +207,28 @@ def find_largest(
     HAS_INDICES: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLACE_BITS: tl.constexpr,
 ):
-    """The COUNT largest of each chunk of BLOCK elements, in order, of equals the first: [rows, chunks * COUNT].
+    """The COUNT largest of each chunk of BLOCK halves, in order, of equals the first: [rows, chunks * COUNT].
 
     With HAS_INDICES the rows are such results, and the positions are looked up in theirs.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
-    place = chunk * BLOCK + tl.arange(0, BLOCK)
+    within = tl.arange(0, BLOCK)
+    place = chunk * BLOCK + within
     start = row.to(tl.int64) * length
-    left = tl.load(rows + start + place, mask=place < length, other=float("-inf")).to(tl.float32)
+    element = tl.load(rows + start + place, mask=place < length, other=float("-inf"))
+    # A half as an integer of the same order, and behind it the place, the first one largest: no two keys are equal.
+    bits = tl.where(element == 0, 0.0, element).to(element.dtype).to(tl.int16, bitcast=True).to(tl.int32)
+    key = ((bits ^ ((bits >> 31) & 0x7FFF)) << PLACE_BITS) | ((1 << PLACE_BITS) - 1 - within)
     for rank in range(COUNT):
-        best, where = tl.max(left, axis=0, return_indices=True)
-        left = tl.where(tl.arange(0, BLOCK) == where, float("-inf"), left)
-        found = chunk * BLOCK + where
+        best = tl.max(key, axis=0)
+        key = tl.where(key == best, -(1 << 31), key)
+        found = tl.minimum(chunk * BLOCK + (1 << PLACE_BITS) - 1 - (best & ((1 << PLACE_BITS) - 1)), length - 1)
         if HAS_INDICES:
             found = tl.load(indices + start + found)
+        half = best >> PLACE_BITS
+        value = (half ^ ((half >> 31) & 0x7FFF)).to(tl.int16).to(values.dtype.element_ty, bitcast=True)
         target = (row * chunks + chunk) * COUNT + rank
-        tl.store(values + target, best.to(values.dtype.element_ty))
+        tl.store(values + target, value)
         tl.store(positions + target, found.to(tl.int64))

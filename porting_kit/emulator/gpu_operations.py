@@ -18,11 +18,17 @@ PROGRAMS = 132
 KEY_BLOCK, WHOLE_KEY_BLOCK = 64, 128
 """Cache rows that one program takes in at a time: of a part, and of all rows."""
 
+SHORT_TOKENS, FEW_PROGRAMS = 256, 32
+"""So few cache rows are attended to in one part by so many programs: joining several costs a launch more."""
+
 WIDE_HEAD = 128
 """Head sizes above this leave no shared memory for more than one block of rows at a time."""
 
 SEARCH_BLOCK, MAX_COUNT = 4096, 32
 """Elements that one program searches, and how many of the largest it may be asked for."""
+
+ONE_WARP = 1024
+"""Elements up to which a search by one warp, which waits for no other, is fastest."""
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -60,7 +66,9 @@ def attend_rows(
 
     # Small blocks of queries in one part beat large ones in several, whose joining is a launch more.
     block_query = next((block for block in (16, 32) if count_programs(block) <= PROGRAMS), 64)
-    parts = max(1, min(PROGRAMS // count_programs(block_query), -(-end // KEY_BLOCK)))
+    programs = count_programs(block_query)
+    is_short = end <= SHORT_TOKENS and programs >= FEW_PROGRAMS
+    parts = 1 if is_short else max(1, min(PROGRAMS // programs, -(-end // KEY_BLOCK)))
     share = -(-end // (parts * KEY_BLOCK)) * KEY_BLOCK
     parts = -(-end // share)
     is_deep = parts == 1 and block_dim <= WIDE_HEAD
@@ -138,20 +146,20 @@ def find_largest(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
     """
     *shape, length = rows.shape
     rows = rows.reshape(-1, length).contiguous()
-    R, chunks = rows.shape[0], -(-length // SEARCH_BLOCK)
 
-    def search(
-        given: torch.Tensor, places: torch.Tensor, length: int, chunks: int, block: int, *, is_second: bool
-    ) -> tuple:
+    def search(given: torch.Tensor, places: torch.Tensor | None, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        R, length = given.shape
+        chunks = -(-length // block)
         values = torch.empty(R, chunks * count, dtype=rows.dtype, device=rows.device)
         found = torch.empty(R, chunks * count, dtype=torch.int64, device=rows.device)
         gpu_kernels.find_largest[(R, chunks)](
-            given, places, values, found, length, chunks, HAS_INDICES=is_second, COUNT=count, BLOCK=block, num_warps=8
-        )
+            given, given if places is None else places, values, found, length, chunks,
+            HAS_INDICES=places is not None, COUNT=count, BLOCK=block, PLACE_BITS=SEARCH_BLOCK.bit_length() - 1,
+            num_warps=1 if block <= ONE_WARP else 8,
+        )  # fmt: skip
         return values, found
 
-    values, found = search(rows, rows, length, chunks, SEARCH_BLOCK, is_second=False)
-    if chunks > 1:
-        block = 1 << (chunks * count - 1).bit_length()
-        values, found = search(values, found, chunks * count, 1, block, is_second=True)
+    values, found = search(rows, None, SEARCH_BLOCK)
+    if values.shape[1] > count:
+        values, found = search(values, found, 1 << (values.shape[1] - 1).bit_length())
     return values.view(*shape, count), found.view(*shape, count)

@@ -163,6 +163,16 @@ def test_the_largest_elements_in_order(length: int, count: int):
     assert torch.equal(places, ordered)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_zeros_of_both_signs_are_equal_and_nothing_behind_the_end_is_found(dtype: torch.dtype):
+    rows = torch.full((1, 40), -math.inf, dtype=dtype, device=DEVICE)
+    rows[0, [7, 3, 30]] = torch.tensor([0.0, -0.0, 2.5], dtype=dtype, device=DEVICE)
+    values, places = find_largest(rows, 5)
+    assert places[0, :3].tolist() == [30, 3, 7]
+    assert values[0].tolist() == [2.5, 0.0, 0.0, -math.inf, -math.inf]
+    assert int(places.max()) < 40
+
+
 def test_what_is_not_searched():
     assert not can_search(1000, 33)
     assert not can_search(2_000_000, 32)
