@@ -19,6 +19,9 @@ PACKED_ROWS = range(2, 33)
 PACKED_BYTES = 2 << 30
 """Laid-out copies of weights a program may hold."""
 
+JOINED_BYTES = 256 << 20
+"""Weights that a program copies into joined ones: several heads' first layers."""
+
 _aten = torch.ops.aten
 _CUTS = (_aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default)
 
@@ -145,6 +148,44 @@ def take_biases(module: torch.fx.GraphModule) -> None:
         node.replace_all_uses_with(node.args[0])
         module.graph.erase_node(node)
         module.graph.erase_node(product)
+
+
+def join_weights(module: torch.fx.GraphModule) -> None:
+    """Three and more products of the same rows become one with a joined weight; `place_products` sees to two."""
+    groups: dict[tuple, list[torch.fx.Node]] = {}
+    for node in module.graph.nodes:
+        if node.target in (_aten.mm.default, _aten.addmm.default) and node.args[-1].op == "get_attr":
+            weight, count = getattr(module, node.args[-1].target), len(node.args)
+            is_plain = count == 2 or (node.args[0].op == "get_attr" and getattr(module, node.args[0].target).dim() == 1)
+            if is_plain and weight.T.is_contiguous():
+                groups.setdefault((node.target, node.args[-2], weight.dtype), []).append(node)
+    left = JOINED_BYTES
+    for number, ((target, rows, dtype), nodes) in enumerate(groups.items()):
+        # The bias, where there is one, and the weight of each.
+        held = [[getattr(module, given.target) for given in (*node.args[:-2], node.args[-1])] for node in nodes]
+        size = sum(weight.numel() * weight.element_size() for *_, weight in held)
+        if len(nodes) < 3 or size > left:
+            continue
+        left -= size
+        joined = [torch.cat(given) for given in list(zip(*held, strict=True))[:-1]]
+        joined.append(torch.cat([weight.T for *_, weight in held]).T)
+        # A placeholder may come before those that the product's kernel reads besides.
+        last_given = next(node for node in reversed(module.graph.nodes) if node.op == "placeholder")
+        given = []
+        with module.graph.inserting_after(last_given if rows.op == "placeholder" else rows):
+            for index, value in enumerate(joined):
+                module.register_buffer(f"joined_{number}_{index}", value, persistent=False)
+                given.append(module.graph.get_attr(f"joined_{number}_{index}"))
+        with module.graph.inserting_after(given[0]):
+            product = module.graph.call_function(target, (*given[:-1], rows, given[-1]))
+        like = torch.empty(len(nodes[0].meta["val"]), joined[-1].shape[1], dtype=dtype, device="meta")
+        product.meta["val"], start, previous = like, 0, product
+        for node in nodes:
+            end = start + node.meta["val"].shape[1]
+            with module.graph.inserting_after(previous):
+                previous = module.graph.call_function(_aten.slice.Tensor, (product, 1, start, end))
+            previous.meta["val"], start = like[:, start:end], end
+            node.replace_all_uses_with(previous)
 
 
 def place_products(module: torch.fx.GraphModule, skip: torch.fx.Node | None = None) -> None:

@@ -211,3 +211,55 @@ def test_the_launch_that_adds_parts_up_is_counted(monkeypatch: pytest.MonkeyPatc
     weight = torch.randn(200, 16)
     assert gpu_products.find_plan(4, [weight], None) == SPLIT
     assert gpu_products.find_plan(4, [weight], None, is_taken_in=False) == PLAN
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_of_the_same_rows_are_one_with_a_joined_weight(has_bias: bool):
+    weights = [GATE + shift for shift in range(4)]
+    biases = [torch.arange(24.0) * shift for shift in range(4)]
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        given = torch.tanh(rows)
+        products = [
+            given @ weight.T + bias if has_bias else given @ weight.T
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        return torch.stack([torch.sigmoid(product) + rows.sum() for product in products])
+
+    rows = torch.randn(5, 8)
+    module = make_fx(run)(rows)
+    program_passes.fold_constants(module)
+    product_passes.take_biases(module)
+    product_passes.join_weights(module)
+    program_passes.remove_dead(module)
+    module.graph.lint()
+    module.recompile()
+    assert count(module, "aten.mm.default") + count(module, "aten.addmm.default") == 1
+    assert torch.allclose(module(rows), run(rows), atol=1e-5)
+
+
+@pytest.mark.parametrize(("products", "left"), [(2, 1 << 20), (4, 1000)])
+def test_two_products_and_large_weights_stay_as_they_are(products: int, left: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(product_passes, "JOINED_BYTES", left)
+    weights = [GATE + shift for shift in range(products)]
+    module = make_fx(lambda rows: [rows @ weight.T for weight in weights])(torch.randn(5, 8))
+    program_passes.fold_constants(module)
+    product_passes.join_weights(module)
+    assert count(module, "aten.mm.default") == products
+
+
+def test_a_joined_product_that_may_be_left_out(asked: list[tuple]):
+    def run(rows: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+        return torch.stack([rows @ (GATE + shift).T for shift in range(3)]) + 0 * skip
+
+    rows, skip = torch.randn(5, 8), torch.zeros(1)
+    module = make_fx(run)(rows, skip)
+    program_passes.fold_constants(module)
+    product_passes.join_weights(module)
+    program_passes.remove_dead(module)
+    given = [node for node in module.graph.nodes if node.op == "placeholder"]
+    product_passes.place_products(module, skip=given[-1])
+    module.graph.lint()
+    module.recompile()
+    assert count_products(module) == 1
+    assert torch.allclose(module(rows, skip), run(rows, skip), atol=1e-4)
