@@ -48,6 +48,7 @@ from tests.benchmarks.random_shapes import random_port, random_reference
 
 HEADS = Path(__file__).resolve().parents[2] / "notebooks" / "ports" / "smollm2" / "heads"
 CONTEXT_TOKENS, QUESTION_SEED = 128, 10_007
+SHORT_PROMPT_TOKENS = 88
 REFERENCE_PROMPTS, COMPARED_TEXTS = 3, 4
 PROFILES: list[bool] = []
 
@@ -412,7 +413,9 @@ def main(arguments: list[str] | None = None) -> int:
             trees = {f"best {n}": read_tree(choices) for n, choices in chosen.items()}
         if "smollm2" in options.only:
             model.decoders.compiles = options.compile
-            prompts = [*cut_text(reference.tokenizer, options.data, 28, seed=11), *ask_base(reference, 28)]
+            # All of one size of cache, so that each tree keeps one decoder.
+            asked = [prompt for prompt in ask_base(reference, 112) if len(prompt) <= SHORT_PROMPT_TOKENS][:28]
+            prompts = [*cut_text(reference.tokenizer, options.data, 28, seed=11), *asked]
             trees |= {"mc_sim_7b_63": read_tree("mc_sim_7b_63")}
             model.decoders.keep = 1 + len(trees)
             keep(
