@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from porting_kit.alignment.generation_settings import GenerationSettings, read_settings
-from porting_kit.alignment.gguf_settings import find_settings, without_progress_bars
+from porting_kit.alignment.gguf_settings import find_settings, load_tokenizer, without_progress_bars
 from porting_kit.errors import BaseModelError, EnvironmentMissing
 
 _SDPA_ONLY = {"falcon": "transformers' eager Falcon attention adds the ALiBi bias twice (modeling_falcon.py, 5.24)"}
@@ -201,8 +201,7 @@ def load_reference(
             where=path,
             next_step="Load it with AutoModelForCausalLM first; pass trust_remote_code if it brings code of its own.",
         ) from error
-    place, own = _settings_location(path)
-    tokenizer = _load_tokenizer(place, own | {"local_files_only": True, "trust_remote_code": trust_remote_code})
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     model = model.to(device).eval().requires_grad_(False)
     return reference_from_model(model, tokenizer=tokenizer, attention=f"{chosen}: {reason}", where=str(path))
 
@@ -249,7 +248,7 @@ def read_reference_settings(path: str | Path) -> tuple[GenerationSettings, Any]:
     generation_config = None
     with contextlib.suppress(OSError, ValueError):
         generation_config = GenerationConfig.from_pretrained(_location(path)[0], local_files_only=True)
-    tokenizer = _load_tokenizer(where, options)
+    tokenizer = load_tokenizer(path)
     return read_settings(config, generation_config, tokenizer), tokenizer
 
 
@@ -330,24 +329,7 @@ def _location(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _settings_location(path: Path) -> tuple[str, dict[str, Any]]:
-    """Where config and tokenizer are read from: for a GGUF file what was taken out of it, if that could be kept."""
+    """Where the config is read from: for a GGUF file what was taken out of it, if that could be kept."""
     where, options = _location(path)
     settings = find_settings(path) if "gguf_file" in options else None
     return (where, options) if settings is None else (str(settings), {})
-
-
-def _is_tokenizer_file(path: Path) -> bool:
-    """tokenizer.json, tokenizer_config.json, tokenizer.model; vocab.json, vocab.txt; spiece.model; qwen.tiktoken."""
-    return path.name.startswith(("tokenizer", "vocab")) or path.suffix in (".model", ".tiktoken")
-
-
-def _load_tokenizer(where: str, options: Mapping[str, Any]) -> Any:
-    from transformers import AutoTokenizer
-
-    if "gguf_file" not in options and not any(map(_is_tokenizer_file, Path(where).iterdir())):
-        return None  # transformers 5 makes an empty one, whose end id 0 would cut texts
-    try:
-        with without_progress_bars():
-            return AutoTokenizer.from_pretrained(where, **options)
-    except Exception:  # any failure of an optional part: prompts may be given as ids
-        return None

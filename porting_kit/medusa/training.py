@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from porting_kit.base_tokenizer import read_tokenizer
 from porting_kit.errors import HeadsError, TreeError
 from porting_kit.medusa.head_ranks import HeadAccuracy, measure_accuracy, measure_ranks, replay_steps
 from porting_kit.medusa.heads import MedusaHeads, save_heads
@@ -260,7 +261,7 @@ def train_on_continuations(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train Medusa heads for a Hugging Face model on its own greedy continuations."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from porting_kit.medusa.training_text import collect_text, read_text, split_held_out
 
@@ -270,8 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, options.dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, **file).to(device, dtype)
-    # a tokenizer beside a GGUF file spares the slow rebuilding of one from the file's merges
-    tokenizer = AutoTokenizer.from_pretrained(folder, **({} if (folder / "tokenizer.json").exists() else file))
+    tokenizer = read_tokenizer(options.base)
     texts: list[str] = []
     if settings.prompts:
         texts, _ = split_held_out(read_text(options.texts) if options.texts else collect_text()[0])

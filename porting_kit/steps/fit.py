@@ -59,9 +59,10 @@ def measure_port_activations(port: Port, source_tree: SourceTree, fit: FitPlan) 
 
 def _starts(port: Port, vocab_size: int) -> list[list[int]]:
     """The first tokens of the port's prompts."""
-    from porting_kit.steps.prompts import load_tokenizer, tokenize_prompts
+    from porting_kit.alignment.gguf_settings import load_tokenizer
+    from porting_kit.steps.prompts import tokenize_prompts
 
-    prompts, _ = tokenize_prompts(port, load_tokenizer(port), vocab_size)
+    prompts, _ = tokenize_prompts(port, load_tokenizer(port.base_path), vocab_size)
     return [prompt[:START_TOKENS] for prompt in prompts]
 
 

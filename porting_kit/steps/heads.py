@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from porting_kit.alignment.gguf_settings import load_tokenizer
 from porting_kit.alignment.reference import Reference, load_reference
 from porting_kit.alignment.streamed_reference import needs_streaming, open_streamed_reference
 from porting_kit.conversion.heads import HeadSet
@@ -27,7 +28,7 @@ from porting_kit.provenance import hash_value
 from porting_kit.run_folder import replace_folder, require_free, require_writable, write_json, write_tensors
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.preflight import read_port_base, read_port_heads
-from porting_kit.steps.prompts import can_tokenize, load_tokenizer, tokenize_prompts
+from porting_kit.steps.prompts import can_tokenize, tokenize_prompts
 
 FOLDER = "heads"
 RANKS_FILE, CHECK_FILE = "ranks.safetensors", "check.json"
@@ -176,7 +177,7 @@ def read_data_for(port: Port, file: Path) -> list[str]:
         HeadsError: see `read_data`; or the base brings no tokenizer.
     """
     texts = read_data(file)
-    if not can_tokenize(load_tokenizer(port)):
+    if not can_tokenize(load_tokenizer(port.base_path)):
         raise HeadsError(
             "the base model brings no tokenizer, so a text cannot be cut into tokens",
             expected="tokenizer files beside the weights",

@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import torch
 
+from porting_kit.alignment.gguf_settings import load_tokenizer
 from porting_kit.alignment.reference import load_reference
 from porting_kit.errors import HeadsError, RunFolderError
 from porting_kit.medusa.heads import HEADS_FILE, HeadVariant
@@ -27,7 +28,6 @@ from porting_kit.provenance import fingerprint_path, hash_value
 from porting_kit.run_folder import replace_folder, require_writable
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.heads import FOLDER, Say, read_data_for
-from porting_kit.steps.prompts import load_tokenizer
 
 TRAINED_FOLDER = "trained"
 
@@ -89,7 +89,8 @@ def train_port_heads(
         )
     texts = [] if data is None else read_data_for(run.port, data)
     if chosen.self_chat:
-        build_chat_frame(load_tokenizer(run.port))  # refuses a base without a template before its weights are read
+        # refuses a base without a template before its weights are read
+        build_chat_frame(load_tokenizer(run.port.base_path))
     folder = run.folder.root / FOLDER / TRAINED_FOLDER if out is None else out
     _check_output(folder)
     require_writable(folder.parent)

@@ -158,22 +158,3 @@ def tokenize_prompts(port: Port, tokenizer: Any, vocab_size: int) -> tuple[list[
 def can_tokenize(tokenizer: Any) -> bool:
     """Whether there is a tokenizer that turns text into tokens."""
     return tokenizer is not None and bool(tokenizer(PROBE)["input_ids"])
-
-
-def load_tokenizer(port: Port) -> Any:
-    """The base's own tokenizer, None when the base brings none. Never reaches for a network."""
-    from transformers import AutoTokenizer
-
-    from porting_kit.alignment.gguf_settings import find_settings
-
-    path = port.base_path
-    options = {"local_files_only": True, "trust_remote_code": False}
-    where = path
-    if path.suffix == ".gguf":
-        settings = find_settings(path)
-        gguf = {"gguf_file": path.name} if settings is None else {}
-        where, options = settings or path.parent, {**options, **gguf}
-    try:
-        return AutoTokenizer.from_pretrained(str(where), **options)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -12,7 +12,7 @@ from porting_kit.alignment.gguf_settings import find_settings, without_progress_
 class Tokenizer:
     """A tokenizer that counts how often it was made from the GGUF file."""
 
-    bos_token_id, eos_token_id, pad_token_id = 1, 2, None
+    bos_token_id, eos_token_id, pad_token_id, chat_template = 1, 2, None, None
 
     def __init__(self, shift=0):
         self.shift = shift

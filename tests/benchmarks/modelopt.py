@@ -44,13 +44,14 @@ def quantise_base(name: str, out: Path, tp_size: int) -> None:
     from modelopt.torch.export import export_tensorrt_llm_checkpoint
     from transformers import AutoModelForCausalLM
 
+    from porting_kit.alignment.gguf_settings import load_tokenizer
     from porting_kit.port import load_port
-    from porting_kit.steps.prompts import load_tokenizer, tokenize_prompts
+    from porting_kit.steps.prompts import tokenize_prompts
 
     port = load_port(PORT)
     base = port.base_path
     model = AutoModelForCausalLM.from_pretrained(base.parent, gguf_file=base.name, dtype=torch.float32).eval()
-    prompts, _ = tokenize_prompts(port, load_tokenizer(port), model.config.vocab_size)
+    prompts, _ = tokenize_prompts(port, load_tokenizer(port.base_path), model.config.vocab_size)
     settings = copy.deepcopy(getattr(quantization, name))
     if name == "INT4_AWQ_CFG":
         set_group(settings, INT4_GROUP)

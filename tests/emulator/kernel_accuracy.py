@@ -107,12 +107,13 @@ def measure_geometry(
 
 def record_smollm2(file: Path) -> None:
     """Run SmolLM2's real weights on its port's prompts and a tree; write what each layer's attention is given."""
+    from porting_kit.alignment.gguf_settings import load_tokenizer
     from porting_kit.conversion.convert import checkpoint_tensors
     from porting_kit.emulator import open_emulator
     from porting_kit.port import load_port
     from porting_kit.releases.kernels import kernel_profile
     from porting_kit.source_tree import open_source_tree
-    from porting_kit.steps.prompts import load_tokenizer, read_prompts
+    from porting_kit.steps.prompts import read_prompts
 
     port = load_port(SMOLLM2)
     seen: list[dict[str, Any]] = []
@@ -127,7 +128,7 @@ def record_smollm2(file: Path) -> None:
     profile = replace(kernel_profile("xqa"), attend_tree=attend)
     config, tensors = checkpoint_tensors(port.base_path, dtype="float32")
     model = open_emulator(open_source_tree("bundled"), kernel=profile).build_model(config, tensors)
-    tokens = torch.tensor(load_tokenizer(port).encode("\n".join(read_prompts(port)))[:RECORDED_TOKENS])
+    tokens = torch.tensor(load_tokenizer(port.base_path).encode("\n".join(read_prompts(port)))[:RECORDED_TOKENS])
     tree = read_tree(TREES[NODES])
     cache = model.new_cache(1, len(tokens) + NODES)
     model.prefill([tokens], cache)

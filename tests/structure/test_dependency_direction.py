@@ -16,7 +16,8 @@ import pytest
 LAYERS = (
     {"errors", "outcomes", "provenance", "port", "port_problems", "products", "run_folder"},
     {"releases", "architectures", "bundled"},
-    {"source_tree", "config_defaults", "patching", "conversion", "kernel_fit", "emulator", "medusa", "engine"},
+    {"source_tree", "config_defaults", "base_tokenizer"}
+    | {"patching", "conversion", "kernel_fit", "emulator", "medusa", "engine"},
     {"alignment", "diagnosis", "coverage"},
     {"steps"},
     {"cli", "cli_heads", "display", "__main__"},
@@ -25,11 +26,12 @@ LAYERS = (
 NEIGHBOURS = {
     "source_tree": set(),
     "config_defaults": {"source_tree"},
+    "base_tokenizer": set(),
     "patching": {"source_tree"},
     "conversion": set(),
     "kernel_fit": {"conversion", "patching"},
     "emulator": {"source_tree"},
-    "medusa": set(),
+    "medusa": {"base_tokenizer"},
     "engine": {"source_tree", "conversion", "medusa"},
     "alignment": set(),
     "diagnosis": {"alignment"},
