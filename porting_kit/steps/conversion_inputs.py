@@ -18,7 +18,7 @@ from porting_kit.medusa.tree import MedusaTree
 from porting_kit.port import Port
 from porting_kit.source_tree import SourceTree
 from porting_kit.steps.fit import plan_port_fit
-from porting_kit.steps.joined_base import follow_embedding, open_joined_base, plan_base
+from porting_kit.steps.joined_base import follow_embedding, open_joined_base, plan_base, warn_of_unjudged_fields
 from porting_kit.steps.preflight import (
     open_port_tree,
     read_port_base,
@@ -58,6 +58,13 @@ class ConversionInputs:
         """All catalogues that values come from."""
         return (self.source, self.heads.source)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What could not be judged of a base checkpoint."""
+        if self.joined is None:
+            return ()
+        return warn_of_unjudged_fields(self.joined, self.base_plan, self.source_tree)
+
     def plan(self, fit: Any = None) -> ConversionPlan:
         """The conversion as the port asks for it.
 
@@ -94,7 +101,7 @@ def open_conversion(port: Port, *, check_values: bool = False) -> ConversionInpu
     joined = base_plan = base_source = None
     if port.base_checkpoint_path is not None:
         base_source = source
-        joined, source = open_joined_base(port, base, base_source, fit, release)
+        joined, source = open_joined_base(port, base, base_source, fit, release, source_tree)
         base_plan = follow_embedding(plan_base(port, base, base_source, release), joined)
     return ConversionInputs(
         port=port,

@@ -69,7 +69,7 @@ def convert_port(run: PortRun, *, verify: bool = True, workers: int | None = Non
             expected = estimate_conversion(inputs.plan(), inputs.sources, run.folder.checkpoint)
             if expected.output_bytes > ANNOUNCED_BYTES:
                 bar.say(expected.describe())
-            warnings = _warn_of_engine(run)
+            warnings = (*inputs.warnings, *_warn_of_engine(run))
             for warning in warnings:
                 bar.say(warning)
             options = {
@@ -100,7 +100,7 @@ def estimate_port(run: PortRun) -> EstimateResult:
     inputs = open_conversion(run.port)
     plan = inputs.plan()
     estimate = estimate_conversion(plan, inputs.sources, run.folder.checkpoint, probe=True)
-    for warning in _warn_of_engine(run):
+    for warning in (*inputs.warnings, *_warn_of_engine(run)):
         print(f"convert: {warning}", file=sys.stderr)
     outcome = StepOutcome("convert", Verdict.PASS, estimate.describe(), figures=estimate.as_dict())
     return EstimateResult(outcome, estimate)

@@ -1,20 +1,23 @@
 """The base checkpoint that heads are added to, held against what the port says of its base. Reads headers only.
 
 What the port would have converted is planned, and the checkpoint compared with it: fields of the config, names, shapes
-and dtypes of all ranks. Whether the values are the base's own is proved by `convert --verify`, by the same plan.
+and dtypes of all ranks. A field that is left out counts as what the release takes for it. Whether the values are the
+base's own is proved by `convert --verify`, by the same plan.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from porting_kit.architectures.base_config import BaseConfig
 from porting_kit.architectures.rules import VOCABULARY, Shard
+from porting_kit.config_defaults import read_config_defaults
 from porting_kit.conversion.base_checkpoint import CheckpointBase, open_base_checkpoint
 from porting_kit.conversion.config_fields import build_config
 from porting_kit.conversion.plan import EMBEDDING, plan_conversion
 from porting_kit.conversion.planned import ConversionPlan, PlannedTensor
-from porting_kit.conversion.quantised_config import compare_config
+from porting_kit.conversion.quantised_config import compare_config, list_unjudged_fields
 from porting_kit.conversion.quantised_files import read_quantised
 from porting_kit.conversion.sharding import cut_pieces
 from porting_kit.conversion.tensor_source import TensorSource
@@ -22,10 +25,16 @@ from porting_kit.conversion.unquantised import compare_headers
 from porting_kit.errors import CheckpointError
 from porting_kit.kernel_fit.plan import FitPlan
 from porting_kit.port import Port
+from porting_kit.source_tree import SourceTree
 
 
 def open_joined_base(
-    port: Port, base: BaseConfig, base_source: TensorSource, fit: FitPlan | None, release: str | None
+    port: Port,
+    base: BaseConfig,
+    base_source: TensorSource,
+    fit: FitPlan | None,
+    release: str | None,
+    source_tree: SourceTree,
 ) -> tuple[CheckpointBase, TensorSource]:
     """The port's base checkpoint, when it is what the port would have converted.
 
@@ -35,6 +44,7 @@ def open_joined_base(
         base_source: its tensors.
         fit: the port's kernel fit; None for none.
         release: that the checkpoint is for; None where the port names none.
+        source_tree: the port's, whose classes say what an absent field counts as.
 
     Raises:
         CheckpointError: it cannot be used; is of another base, dtype or ranks; states other fields, or holds other
@@ -68,7 +78,7 @@ def open_joined_base(
             where=joined.where,
             next_step="set fit: off, or leave base_checkpoint out",
         )
-    _require_same_model(port, plan_base(port, base, base_source, release))
+    _require_same_model(port, plan_base(port, base, base_source, release), source_tree)
     return joined, source
 
 
@@ -80,11 +90,28 @@ def plan_base(port: Port, base: BaseConfig, base_source: TensorSource, release: 
     )
 
 
-def _require_same_model(port: Port, plan: ConversionPlan) -> None:
+def warn_of_unjudged_fields(joined: CheckpointBase, plan: ConversionPlan, source_tree: SourceTree) -> tuple[str, ...]:
+    """A warning where the checkpoint leaves out fields of the base of which neither table nor release says a default.
+
+    Args:
+        joined: from `open_joined_base`.
+        plan: from `plan_base`.
+        source_tree: the port's.
+    """
+    fields = list_unjudged_fields(joined.raw, _convert_config(plan), _read_defaults(plan, source_tree))
+    if not fields:
+        return ()
+    return (f"the base checkpoint leaves out {', '.join(fields)}, and no default is known: not judged",)
+
+
+def _require_same_model(port: Port, plan: ConversionPlan, source_tree: SourceTree) -> None:
     folder = port.base_checkpoint_path
     checkpoint = read_quantised(folder)
-    converted, _ = build_config(plan.base, dtype=plan.dtype, tp_size=plan.tp_size, pp_size=plan.pp_size)
-    faults = (*compare_config(checkpoint.config, converted, plan.base), *compare_headers(checkpoint, plan))
+    release = _read_defaults(plan, source_tree)
+    faults = (
+        *compare_config(checkpoint.config, _convert_config(plan), plan.base, release),
+        *compare_headers(checkpoint, plan),
+    )
     if faults:
         raise CheckpointError(
             f"the base checkpoint is not what the port's base converts to: {faults[0].text}",
@@ -94,6 +121,16 @@ def _require_same_model(port: Port, plan: ConversionPlan) -> None:
             items=[f"{fault.module}: {fault.kind}" for fault in faults],
             next_step="convert the base again, or name the base that this checkpoint was made of",
         )
+
+
+def _convert_config(plan: ConversionPlan) -> dict[str, Any]:
+    return build_config(plan.base, dtype=plan.dtype, tp_size=plan.tp_size, pp_size=plan.pp_size)[0]
+
+
+def _read_defaults(plan: ConversionPlan, source_tree: SourceTree) -> dict[str, Any]:
+    """What the tree's class of the base takes for absent fields; nothing where the tree has no such class."""
+    name = plan.base.architecture
+    return read_config_defaults(source_tree, name) if name in source_tree.model_names() else {}
 
 
 def follow_embedding(plan: ConversionPlan, base: CheckpointBase) -> ConversionPlan:

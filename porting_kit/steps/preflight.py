@@ -152,7 +152,7 @@ def evaluate_port(port: Port, run_folder: Path | None = None) -> PreflightResult
     shape = attention_shape(base, port.target, dtype=port.dtype, positions_in_graph=True)
     fit = _plan_fit_if_possible(port, base, profile)
     if port.base_checkpoint_path is not None:
-        plan = plan_joining(*open_joined_base(port, base, source, fit, release), heads)
+        plan = plan_joining(*open_joined_base(port, base, source, fit, release, source_tree), heads)
     fitted = fit.fitted if fit is not None else shape
     gates = (
         *evaluate_gates(shape, profile, fitted=fitted),

@@ -108,6 +108,31 @@ def test_a_base_checkpoint_with_another_config_is_refused(joined, field: str, va
         convert_port(open_joined())
 
 
+def test_a_field_that_a_base_checkpoint_leaves_out_counts_as_the_releases_default(tmp_path: Path) -> None:
+    """GPT-NeoX's rotary base stands in no table of defaults: the release's own class says 10,000."""
+    rope = {"rope_type": "default", "rope_theta": 30000.0, "partial_rotary_factor": 0.25}
+    port, upstream = write_port(tmp_path, "gptneox", intermediate_size=128, rope_parameters=rope), tmp_path / "upstream"
+    convert_checkpoint(tmp_path / "base", upstream, dtype="float32")
+    file = upstream / "config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("rotary_emb_base") == 30000
+    file.write_text(json.dumps(config))
+    run = open_port_run(port, run_folder=tmp_path / "run", overrides={"base_checkpoint": str(upstream)})
+    with pytest.raises(CheckpointError, match="rotary_emb_base is absent, for which the library takes 10000"):
+        convert_port(run)
+
+
+def test_a_field_of_which_no_default_is_known_is_said_to_be_not_judged(joined, capsys) -> None:
+    open_joined, folder = joined
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    del config["seq_length"], config["qwen_type"]
+    file.write_text(json.dumps(config))
+    said = "the base checkpoint leaves out seq_length, and no default is known: not judged"
+    assert said in convert_port(open_joined()).outcome.figures["warnings"]
+    assert said in capsys.readouterr().err
+
+
 def test_values_of_a_base_checkpoint_are_led_back_to_the_base(joined) -> None:
     """Copied bit for bit, and still of another model: only the Hugging Face base can tell."""
     open_joined, folder = joined
