@@ -24,6 +24,9 @@ TOP_NUMBER = re.compile(r"^\s*(?P<key>max_batch_size)\s*:\s*(?P<value>\S+)", re.
 DECOUPLED = re.compile(r"decoupled\s*:\s*(?P<value>\S+?)[\s}]")
 PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
 PROGRAMS = ("trtllm-build", "run.py")
+PBTXT_ONLY = re.compile(r"^\s*(?:backend|platform)\s*:\s*\"|^\s*model_transaction_policy\s*:?\s*\{", re.MULTILINE)
+"""Lines that only Triton's model configuration has, for a file whose name does not say what it is."""
+FORMATS = {".pbtxt": "pbtxt", ".yaml": "YAML", ".yml": "YAML", ".sh": "script", ".bash": "script"}
 WORD_LISTS = ("entrypoint", "command", "args")
 """Keys whose lists make one command, in this order: `command` and `args` of Kubernetes, the others of compose."""
 WORDS_IN_A_LINE = re.compile(r"\[\s*[\"'].*\]")
@@ -42,6 +45,54 @@ class FoundCommand:
     program: str
     arguments: tuple[str, ...]
     line: int
+
+
+@dataclass(frozen=True)
+class ServingFile:
+    """What a serving file holds for Medusa.
+
+    Args:
+        settings: parameters by name, of a config.pbtxt, or of each that is a text within YAML.
+        commands: of a script or YAML.
+    """
+
+    settings: tuple[dict[str, str], ...]
+    commands: tuple[FoundCommand, ...]
+
+
+def read_serving_file(path: str | Path) -> ServingFile:
+    """Settings and commands of a file, read as what its name says, else as what its text looks like.
+
+    Raises:
+        CapturedFileError: see `read_text_file`; or the file holds neither.
+    """
+    text = read_text_file(path)
+    form = next((FORMATS[suffix] for suffix in reversed(Path(path).suffixes) if suffix in FORMATS), None)
+    if form is None:
+        form = "pbtxt" if PARAMETER.search(text) or PBTXT_ONLY.search(text) else "script"
+    nodes = [] if form == "pbtxt" else _read_yaml(text)
+    texts = [text] if form == "pbtxt" else [one for node in nodes for one in _find_pbtxt_texts(node)]
+    settings = tuple(filter(None, map(read_pbtxt, texts)))
+    commands = () if form == "pbtxt" else tuple(find_commands(text))
+    if not settings and not commands:
+        raise CapturedFileError(
+            "the file holds nothing to check",
+            expected=f"parameters of a config.pbtxt, or commands of {', '.join(PROGRAMS)}",
+            found=_describe(form, nodes),
+            where=path,
+            next_step="name the file that holds them; of other programs and settings nothing is checked",
+        )
+    return ServingFile(settings, commands)
+
+
+def _describe(form: str, nodes: list[yaml.Node]) -> str:
+    """What a file is that holds nothing to check."""
+    if form == "pbtxt":
+        return "a config.pbtxt without parameters"
+    keys = [key.value for node in nodes if isinstance(node, yaml.MappingNode) for key, _ in node.value]
+    if keys:
+        return f"YAML with {', '.join(map(str, keys[:10]))} at its top"
+    return "YAML without such commands" if form == "YAML" else "a text without such commands"
 
 
 def read_text_file(path: str | Path) -> str:
@@ -97,6 +148,36 @@ def find_placeholders(settings: dict[str, str]) -> dict[str, str]:
     return {key: match[1] for key, value in settings.items() if (match := PLACEHOLDER.search(value))}
 
 
+def _read_yaml(text: str) -> list[yaml.Node]:
+    """The documents of a YAML text; empty for a script, a template that is no YAML yet, or YAML that holds itself."""
+    try:
+        documents = [node for node in yaml.compose_all(text, yaml.SafeLoader) if node is not None]
+        sum(map(_count_nodes, documents))
+    except (yaml.YAMLError, RecursionError):
+        return []
+    return documents if documents and not isinstance(documents[0], yaml.ScalarNode) else []
+
+
+def _count_nodes(node: yaml.Node) -> int:
+    """Nodes in a node and below it. Raises RecursionError for one that holds itself."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    below = [item for pair in node.value for item in pair] if isinstance(node, yaml.MappingNode) else node.value
+    return 1 + sum(map(_count_nodes, below))
+
+
+def _find_pbtxt_texts(node: yaml.Node) -> Iterator[str]:
+    """Texts under a key that is named like a config.pbtxt, as in a ConfigMap of Kubernetes."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _find_pbtxt_texts(item)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if isinstance(value, yaml.ScalarNode) and str(key.value).endswith(".pbtxt"):
+                yield value.value
+            yield from _find_pbtxt_texts(value)
+
+
 def find_commands(text: str) -> list[FoundCommand]:
     """Build and run commands in a shell script, or in a YAML file such as those of Kubernetes and compose.
 
@@ -104,12 +185,9 @@ def find_commands(text: str) -> list[FoundCommand]:
     the lists of `entrypoint`, `command` and `args` beside each other taken as one, or a list within one line, as in a
     Dockerfile.
     """
-    try:
-        documents = [node for node in yaml.compose_all(text, yaml.SafeLoader) if node is not None]
-        if documents and not isinstance(documents[0], yaml.ScalarNode):
-            return [command for node in documents for command in _find_in_node(node)]
-    except (yaml.YAMLError, RecursionError):
-        pass  # a script, or a template that is no YAML yet
+    documents = _read_yaml(text)
+    if documents:
+        return [command for node in documents for command in _find_in_node(node)]
     return list(_find_in_script(text, 1))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from porting_kit.alignment.reference import read_reference_settings
 from porting_kit.engine.engine_config import EngineConfig
 from porting_kit.engine.engine_folder import open_engine_folder
-from porting_kit.engine.server_files import find_commands, read_pbtxt, read_text_file
+from porting_kit.engine.server_files import read_serving_file
 from porting_kit.engine.serving import (
     check_commands,
     check_server_settings,
@@ -18,7 +18,6 @@ from porting_kit.engine.serving import (
     write_llm_snippet,
     write_pbtxt,
 )
-from porting_kit.errors import CapturedFileError
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.releases.kernels import GateResult
 from porting_kit.run_folder import write_text
@@ -96,20 +95,9 @@ def write_serving(run: PortRun, *, engine_dir: Path | None = None, check: Sequen
 def _check_file(
     file: Path, engine: EngineConfig, choices: list[list[int]], end_ids: Sequence[int]
 ) -> tuple[GateResult, ...]:
-    text = read_text_file(file)
-    settings = read_pbtxt(text)
-    if settings:
-        return check_server_settings(settings, engine, choices, end_ids)
-    commands = find_commands(text)
-    if not commands:
-        raise CapturedFileError(
-            "the file holds nothing to check",
-            expected="parameters of a config.pbtxt, or commands of trtllm-build and run.py",
-            found="neither",
-            where=file,
-            next_step="name the file that holds them; of other programs nothing is checked",
-        )
-    return check_commands(commands, engine.release)
+    found = read_serving_file(file)
+    gates = [gate for one in found.settings for gate in check_server_settings(one, engine, choices, end_ids)]
+    return (*gates, *check_commands(found.commands, engine.release))
 
 
 def _planned_engine(run: PortRun, release: str) -> EngineConfig:

@@ -12,7 +12,13 @@ import pytest
 from test_record import CHOICES, write_engine
 
 from porting_kit.engine.engine_config import read_engine_config
-from porting_kit.engine.server_files import FoundCommand, find_commands, read_pbtxt, read_text_file
+from porting_kit.engine.server_files import (
+    FoundCommand,
+    find_commands,
+    read_pbtxt,
+    read_serving_file,
+    read_text_file,
+)
 from porting_kit.engine.serving import (
     check_commands,
     check_server_settings,
@@ -223,6 +229,52 @@ def test_a_value_may_begin_with_dashes_where_it_holds_a_blank(words, said):
 )
 def test_commands_given_as_lists_are_found(text, line, arguments):
     assert find_commands(text) == [FoundCommand("trtllm-build", arguments, line)]
+
+
+ENGINE_PARAMETERS = "max_batch_size: 8\nkv_cache_config:\n  free_gpu_memory_fraction: 0.9\n"
+BUILD = "trtllm-build --output_dir engine\n"
+CONFIG_MAP = "data:\n  config.pbtxt: |\n" + "".join(f"    {line}\n" for line in PBTXT.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "form"),
+    [
+        ("config.pbtxt", PBTXT, "settings"),
+        ("config.pbtxt.template", "max_batch_size: 8\n", "settings"),
+        ("config.txt", PBTXT, "settings"),
+        ("model", 'backend: "tensorrtllm"\nmax_batch_size: 8\n', "settings"),
+        ("map.yaml", CONFIG_MAP, "settings"),
+        ("start.yaml", f"max_batch_size: 8\ncommand: {BUILD}", "commands"),
+        ("start.sh", f"cat > e.yaml <<E\nmax_batch_size: 8\nE\n{BUILD}", "commands"),
+        ("Dockerfile", f"RUN {BUILD}", "commands"),
+        ("job", f"max_batch_size: 8\ncommand: {BUILD}", "commands"),
+    ],
+)
+def test_a_file_is_read_as_what_it_is_by_its_name_or_its_text(tmp_path, name, text, form):
+    (tmp_path / name).write_text(text)
+    found = read_serving_file(tmp_path / name)
+    assert (bool(found.settings), bool(found.commands)) == (form == "settings", form == "commands")
+    if text in (PBTXT, CONFIG_MAP):
+        assert found.settings == (read_pbtxt(PBTXT),)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("extra.yaml", ENGINE_PARAMETERS, "YAML with max_batch_size, kv_cache_config at its top"),
+        ("extra", ENGINE_PARAMETERS, "YAML with max_batch_size, kv_cache_config at its top"),
+        ("list.yml", "- 1\n- 2\n", "YAML without such commands"),
+        ("config.pbtxt", 'name: "ensemble"\n', "a config.pbtxt without parameters"),
+        ("start.sh", "max_batch_size: 8\n", "YAML with max_batch_size at its top"),
+        ("notes.txt", "nothing of ours", "a text without such commands"),
+    ],
+)
+def test_a_file_that_is_neither_is_refused_with_what_it_is(tmp_path, name, text, said):
+    """YAML of engine parameters used to be checked as if Triton read it."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CapturedFileError, match="nothing to check") as caught:
+        read_serving_file(tmp_path / name)
+    assert caught.value.found == said
 
 
 @pytest.mark.parametrize("text", ["a: &a [*a]", "[" * 5000, "command: [serve, --x]", "CMD ['a', 3]"])
