@@ -11,10 +11,13 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from porting_kit.errors import CapturedFileError
+from porting_kit.releases.facts import words
+from porting_kit.releases.serve_facts import OTHER_COMMANDS, PROGRAM
 
 PARAMETER = re.compile(
     r"parameters\s*:?\s*\{\s*key\s*:\s*\"(?P<key>[^\"]+)\"\s*,?\s*value\s*:?\s*\{\s*string_value\s*:\s*"
@@ -23,7 +26,14 @@ PARAMETER = re.compile(
 TOP_NUMBER = re.compile(r"^\s*(?P<key>max_batch_size)\s*:\s*(?P<value>\S+)", re.MULTILINE)
 DECOUPLED = re.compile(r"decoupled\s*:\s*(?P<value>\S+?)[\s}]")
 PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
-PROGRAMS = ("trtllm-build", "run.py")
+PROGRAMS = ("trtllm-build", "run.py", PROGRAM)
+LLM_OPTIONS = frozenset(
+    words(
+        "build_config kv_cache_config max_batch_size max_beam_width max_num_tokens max_seq_len "
+        "pipeline_parallel_size scheduler_config speculative_config tensor_parallel_size"
+    )
+)
+"""Keys by which a YAML file is one of LLM options (llmapi/llm_args.py; documentation of trtllm-serve, 1.1.0)."""
 PBTXT_ONLY = re.compile(r"^\s*(?:backend|platform)\s*:\s*\"|^\s*model_transaction_policy\s*:?\s*\{", re.MULTILINE)
 """Lines that only Triton's model configuration has, for a file whose name does not say what it is."""
 FORMATS = {".pbtxt": "pbtxt", ".yaml": "YAML", ".yml": "YAML", ".sh": "script", ".bash": "script"}
@@ -37,7 +47,7 @@ class FoundCommand:
     """A command in a script or a YAML file.
 
     Args:
-        program: `trtllm-build` or `run.py`.
+        program: one of `PROGRAMS`.
         arguments: the words behind it.
         line: its first line's number, from 1.
     """
@@ -54,10 +64,12 @@ class ServingFile:
     Args:
         settings: parameters by name, of a config.pbtxt, or of each that is a text within YAML.
         commands: of a script or YAML.
+        options: LLM options of a YAML file without commands; empty for none.
     """
 
     settings: tuple[dict[str, str], ...]
     commands: tuple[FoundCommand, ...]
+    options: dict[str, Any]
 
 
 def read_serving_file(path: str | Path) -> ServingFile:
@@ -69,20 +81,32 @@ def read_serving_file(path: str | Path) -> ServingFile:
     text = read_text_file(path)
     form = next((FORMATS[suffix] for suffix in reversed(Path(path).suffixes) if suffix in FORMATS), None)
     if form is None:
-        form = "pbtxt" if PARAMETER.search(text) or PBTXT_ONLY.search(text) else "script"
-    nodes = [] if form == "pbtxt" else _read_yaml(text)
+        form = "pbtxt" if PARAMETER.search(text) or PBTXT_ONLY.search(text) else "text"
+    nodes = _read_yaml(text) if form in ("YAML", "text") else []
     texts = [text] if form == "pbtxt" else [one for node in nodes for one in _find_pbtxt_texts(node)]
     settings = tuple(filter(None, map(read_pbtxt, texts)))
     commands = () if form == "pbtxt" else tuple(find_commands(text))
-    if not settings and not commands:
+    options = _read_options(text, nodes) if not settings and not commands else {}
+    if not settings and not commands and not options:
         raise CapturedFileError(
             "the file holds nothing to check",
-            expected=f"parameters of a config.pbtxt, or commands of {', '.join(PROGRAMS)}",
+            expected=f"parameters of a config.pbtxt, commands of {', '.join(PROGRAMS)}, or YAML of LLM options",
             found=_describe(form, nodes),
             where=path,
             next_step="name the file that holds them; of other programs and settings nothing is checked",
         )
-    return ServingFile(settings, commands)
+    return ServingFile(settings, commands, options)
+
+
+def _read_options(text: str, nodes: list[yaml.Node]) -> dict[str, Any]:
+    """The mapping of a YAML file of LLM options, told by one of their names at its top."""
+    keys = {key.value for node in nodes[:1] if isinstance(node, yaml.MappingNode) for key, _ in node.value}
+    if len(nodes) != 1 or not keys & LLM_OPTIONS:
+        return {}
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, TypeError):
+        return {}
 
 
 def _describe(form: str, nodes: list[yaml.Node]) -> str:
@@ -92,7 +116,7 @@ def _describe(form: str, nodes: list[yaml.Node]) -> str:
     keys = [key.value for node in nodes if isinstance(node, yaml.MappingNode) for key, _ in node.value]
     if keys:
         return f"YAML with {', '.join(map(str, keys[:10]))} at its top"
-    return "YAML without such commands" if form == "YAML" else "a text without such commands"
+    return f"a {form} without such commands" if form != "YAML" else "YAML without such commands"
 
 
 def read_text_file(path: str | Path) -> str:
@@ -179,16 +203,15 @@ def _find_pbtxt_texts(node: yaml.Node) -> Iterator[str]:
 
 
 def find_commands(text: str) -> list[FoundCommand]:
-    """Build and run commands in a shell script, or in a YAML file such as those of Kubernetes and compose.
+    """Build, run and serve commands in a shell script, or in a YAML file such as those of Kubernetes and compose.
 
     A script's lines are joined where they end in a backslash. A command may also be a list of words: a YAML list, with
     the lists of `entrypoint`, `command` and `args` beside each other taken as one, or a list within one line, as in a
     Dockerfile.
     """
     documents = _read_yaml(text)
-    if documents:
-        return [command for node in documents for command in _find_in_node(node)]
-    return list(_find_in_script(text, 1))
+    found = [one for node in documents for one in _find_in_node(node)] if documents else _find_in_script(text, 1)
+    return [one for one in found if one.program != PROGRAM or not {*one.arguments[:1]} & OTHER_COMMANDS]
 
 
 def _find_in_node(node: yaml.Node) -> Iterator[FoundCommand]:

@@ -117,7 +117,7 @@ def check_server_settings(
     batching = (settings.get("gpt_model_type") or settings.get("batching_strategy") or "").strip().lower()
     written = _parse_braces(tree)
     gates = [
-        _gate(
+        make_gate(
             "template filled in",
             ", ".join(f"{key}: ${{{name}}}" for key, name in unfilled.items()) or "yes",
             not unfilled,
@@ -125,7 +125,7 @@ def check_server_settings(
             "the server reads the placeholder's text as a value, or refuses to start",
             "run fill_template.py of the backend on the file",
         ),
-        _gate(
+        make_gate(
             "decoding mode",
             mode or "left empty",
             mode in ("", "medusa"),
@@ -133,7 +133,7 @@ def check_server_settings(
             "a sampling mode on a Medusa engine returns nothing but zeros",
             "leave decoding_mode empty: the engine decides",
         ),
-        _gate(
+        make_gate(
             "engine built for Medusa",
             f"{engine.mode or 'no mode'}, {engine.max_draft_len} draft tokens",
             engine.max_draft_len > 0 and engine.mode in (None, "medusa"),
@@ -141,7 +141,7 @@ def check_server_settings(
             f"an assertion at the first request: {len(written or choices)} draft tokens against {engine.max_draft_len}",
             "build with the planned command: the engine was built without the Medusa mode",
         ),
-        _gate(
+        make_gate(
             "draft limit",
             f"{len(written)} nodes" if written is not None else (tree or "not set"),
             written is None or len(written) <= engine.max_draft_len,
@@ -149,7 +149,7 @@ def check_server_settings(
             f"an assertion with two bare numbers: {len(written or ())} against {engine.max_draft_len}",
             "use the tree the engine was built for, or rebuild with a larger limit",
         ),
-        _gate(
+        make_gate(
             "server tree",
             tree or "not set",
             "".join(tree.split()) == "".join(_braces(choices).split()),
@@ -157,8 +157,8 @@ def check_server_settings(
             "the server uses its own default tree, or another one: other drafts, or an assertion at the first request",
             "set medusa_choices to the recorded tree",
         ),
-        _gate("beams", beams, beams == "1", "1", "Medusa verifies one greedy sequence", "set max_beam_width to 1"),
-        _gate(
+        make_gate("beams", beams, beams == "1", "1", "Medusa verifies one greedy sequence", "set max_beam_width to 1"),
+        make_gate(
             "batch",
             batch or "not set",
             batch == "" or (batch.isdigit() and int(batch) <= engine.max_batch_size),
@@ -166,7 +166,7 @@ def check_server_settings(
             "the server refuses to start",
             f"set max_batch_size to {engine.max_batch_size} or less",
         ),
-        _gate(
+        make_gate(
             "batching",
             batching or "not set",
             batching in ("", *BATCHING),
@@ -194,22 +194,7 @@ def check_commands(commands: Sequence[FoundCommand], release: str) -> tuple[Gate
         known = known_build_flags(release) if command.program == "trtllm-build" else known_run_flags(release)
         given = _flags(command.arguments)
         where = f"{command.program}, line {command.line}"
-        strangers = [name for name in given if name not in known]
-        renamed = [
-            f"--{name} (now --{RENAMED[name]})" if RENAMED.get(name) in known else f"--{name}" for name in strangers
-        ]
-        gates.append(
-            _gate(
-                f"flags of {where}",
-                ", ".join(renamed) or f"{len(given)} flags",
-                not strangers,
-                f"flags that {release} knows",
-                "the command ends at once: unrecognized arguments",
-                f"use the planned command for {release}",
-                RUN_SOURCE,
-            )
-        )
-        gates.append(_values_gate(given, known, where))
+        gates += check_flags(given, known, where, release)
         if command.program == "trtllm-build":
             choices = known_build_choices(release)
             gates += _choices_gates(given, {name: choices[name] for name in choices if name in known}, where)
@@ -218,20 +203,42 @@ def check_commands(commands: Sequence[FoundCommand], release: str) -> tuple[Gate
     return tuple(gates)
 
 
-def _values_gate(given: Mapping[str, Sequence[str]], known: frozenset[str], where: str) -> GateResult:
-    """Every flag that takes a value has one, and no switch has any."""
-    lacking = [name for name, values in given.items() if not values and name not in SWITCHES | SWITCHES_OR_VALUES]
-    surplus = [name for name, values in given.items() if values and name in SWITCHES]
+def check_flags(
+    given: Mapping[str, Sequence[str]],
+    known: frozenset[str],
+    where: str,
+    release: str,
+    *,
+    switches: frozenset[str] = SWITCHES,
+    remedy: str = "",
+    source: str = RUN_SOURCE,
+) -> tuple[GateResult, GateResult]:
+    """The release knows every flag; and every flag that takes a value has one, and no switch has any."""
+    strangers = [name for name in given if name not in known]
+    renamed = [f"--{name} (now --{RENAMED[name]})" if RENAMED.get(name) in known else f"--{name}" for name in strangers]
+    lacking = [name for name, values in given.items() if not values and name not in switches | SWITCHES_OR_VALUES]
+    surplus = [name for name, values in given.items() if values and name in switches]
     wrong = [f"--{name} lacks its value" for name in lacking if name in known]
     wrong += [f"--{name} takes no value" for name in surplus if name in known]
-    return _gate(
-        f"values of {where}",
-        ", ".join(wrong) or f"{len(given)} flags",
-        not wrong,
-        "a value behind every flag but switches",
-        "the command ends at once, or takes the next word in another sense",
-        "give the value, or leave the flag out",
-        RUN_SOURCE,
+    return (
+        make_gate(
+            f"flags of {where}",
+            ", ".join(renamed) or f"{len(given)} flags",
+            not strangers,
+            f"flags that {release} knows",
+            "the command ends at once: unrecognized arguments",
+            remedy or f"use the planned command for {release}",
+            source,
+        ),
+        make_gate(
+            f"values of {where}",
+            ", ".join(wrong) or f"{len(given)} flags",
+            not wrong,
+            "a value behind every flag but switches",
+            "the command ends at once, or takes the next word in another sense",
+            "give the value, or leave the flag out",
+            source,
+        ),
     )
 
 
@@ -242,7 +249,7 @@ def _choices_gates(
     for name, allowed in choices.items():
         values = [value for value in given.get(name, ()) if not value.startswith("$")]
         if values:
-            yield _gate(
+            yield make_gate(
                 f"--{name} of {where}",
                 " ".join(values),
                 all(value in allowed for value in values),
@@ -258,7 +265,7 @@ def _run_gates(given: Mapping[str, str], release: str, where: str) -> list[GateR
     temperature = given.get("temperature", "1.0")
     session = "use_py_session" in given
     return [
-        _gate(
+        make_gate(
             f"temperature of {where}",
             temperature,
             _is_number(temperature, float(facts.temperature)),
@@ -267,7 +274,7 @@ def _run_gates(given: Mapping[str, str], release: str, where: str) -> list[GateR
             f"set --temperature {facts.temperature}",
             RUN_SOURCE,
         ),
-        _gate(
+        make_gate(
             f"session of {where}",
             "Python" if session else "C++",
             session or not facts.needs_py_session,
@@ -285,7 +292,7 @@ def _window_gate(settings: Mapping[str, str], engine: EngineConfig) -> list[Gate
         return []
     sizes = [int(size) for size in window.split(",") if size.strip().isdigit()]
     return [
-        _gate(
+        make_gate(
             "attention window",
             window,
             bool(sizes) and min(sizes) >= engine.max_seq_len,
@@ -301,7 +308,7 @@ def _streaming_gate(settings: Mapping[str, str], engine: EngineConfig) -> list[G
         return []
     is_early = parse_release(engine.release) < parse_release("0.10.0.dev0")
     return [
-        _gate(
+        make_gate(
             "streaming",
             f"on, {engine.release}",
             not is_early,
@@ -314,7 +321,7 @@ def _streaming_gate(settings: Mapping[str, str], engine: EngineConfig) -> list[G
 
 def _end_gate(settings: Mapping[str, str], end_ids: Sequence[int]) -> GateResult:
     stated = settings.get("end_id", "").strip()
-    return _gate(
+    return make_gate(
         "end token",
         stated or "left to the tokenizer",
         stated == "" or (stated.isdigit() and int(stated) in end_ids),
@@ -324,9 +331,10 @@ def _end_gate(settings: Mapping[str, str], end_ids: Sequence[int]) -> GateResult
     )
 
 
-def _gate(
+def make_gate(
     name: str, value: str, holds: bool, expected: str, effect: str, remedy: str, source: str = SOURCE
 ) -> GateResult:
+    """A gate that passes or is refused; effect and remedy are told where it is refused."""
     if holds:
         return GateResult(name, value, "pass", expected, source=source)
     return GateResult(name, value, "refused", expected, effect=effect, remedy=remedy, source=source)

@@ -10,6 +10,7 @@ from typing import Any
 from porting_kit.alignment.reference import read_reference_settings
 from porting_kit.engine.engine_config import EngineConfig
 from porting_kit.engine.engine_folder import open_engine_folder
+from porting_kit.engine.serve_check import check_llm_options, check_serve_command
 from porting_kit.engine.server_files import read_serving_file
 from porting_kit.engine.serving import (
     check_commands,
@@ -20,6 +21,7 @@ from porting_kit.engine.serving import (
 )
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.releases.kernels import GateResult
+from porting_kit.releases.serve_facts import PROGRAM
 from porting_kit.run_folder import write_text
 from porting_kit.steps.build import ENGINE, plan_port
 from porting_kit.steps.context import PortRun, Stopwatch
@@ -97,7 +99,10 @@ def _check_file(
 ) -> tuple[GateResult, ...]:
     found = read_serving_file(file)
     gates = [gate for one in found.settings for gate in check_server_settings(one, engine, choices, end_ids)]
-    return (*gates, *check_commands(found.commands, engine.release))
+    served = [command for command in found.commands if command.program == PROGRAM]
+    gates += check_commands([command for command in found.commands if command.program != PROGRAM], engine.release)
+    gates += [gate for command in served for gate in check_serve_command(command, engine, choices)]
+    return (*gates, *(check_llm_options(found.options, engine, choices) if found.options else ()))
 
 
 def _planned_engine(run: PortRun, release: str) -> EngineConfig:

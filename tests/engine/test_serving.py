@@ -247,13 +247,16 @@ CONFIG_MAP = "data:\n  config.pbtxt: |\n" + "".join(f"    {line}\n" for line in 
         ("start.yaml", f"max_batch_size: 8\ncommand: {BUILD}", "commands"),
         ("start.sh", f"cat > e.yaml <<E\nmax_batch_size: 8\nE\n{BUILD}", "commands"),
         ("Dockerfile", f"RUN {BUILD}", "commands"),
+        ("Dockerfile", 'CMD ["trtllm-serve", "engine"]', "commands"),
+        ("extra.yaml", ENGINE_PARAMETERS, "options"),
+        ("extra", ENGINE_PARAMETERS, "options"),
         ("job", f"max_batch_size: 8\ncommand: {BUILD}", "commands"),
     ],
 )
 def test_a_file_is_read_as_what_it_is_by_its_name_or_its_text(tmp_path, name, text, form):
     (tmp_path / name).write_text(text)
     found = read_serving_file(tmp_path / name)
-    assert (bool(found.settings), bool(found.commands)) == (form == "settings", form == "commands")
+    assert [key for key, value in vars(found).items() if value] == [form]
     if text in (PBTXT, CONFIG_MAP):
         assert found.settings == (read_pbtxt(PBTXT),)
 
@@ -261,18 +264,19 @@ def test_a_file_is_read_as_what_it_is_by_its_name_or_its_text(tmp_path, name, te
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("extra.yaml", ENGINE_PARAMETERS, "YAML with max_batch_size, kv_cache_config at its top"),
-        ("extra", ENGINE_PARAMETERS, "YAML with max_batch_size, kv_cache_config at its top"),
+        ("values.yaml", "replicas: 2\nimage: {tag: 1}\n", "YAML with replicas, image at its top"),
+        ("values", "replicas: 2\nimage: {tag: 1}\n", "YAML with replicas, image at its top"),
         ("list.yml", "- 1\n- 2\n", "YAML without such commands"),
         ("config.pbtxt", 'name: "ensemble"\n', "a config.pbtxt without parameters"),
-        ("start.sh", "max_batch_size: 8\n", "YAML with max_batch_size at its top"),
+        ("config.pbtxt", "", "0 bytes"),
+        ("start.sh", "max_batch_size: 8\n", "a script without such commands"),
+        ("start.sh", "trtllm-serve disaggregated -c c.yaml\n", "a script without such commands"),
         ("notes.txt", "nothing of ours", "a text without such commands"),
     ],
 )
 def test_a_file_that_is_neither_is_refused_with_what_it_is(tmp_path, name, text, said):
-    """YAML of engine parameters used to be checked as if Triton read it."""
     (tmp_path / name).write_text(text)
-    with pytest.raises(CapturedFileError, match="nothing to check") as caught:
+    with pytest.raises(CapturedFileError, match=r"nothing to check|is empty") as caught:
         read_serving_file(tmp_path / name)
     assert caught.value.found == said
 
