@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from porting_kit.engine.engine_config import EngineConfig
 from porting_kit.engine.server_files import FoundCommand
-from porting_kit.engine.serving import check_flags, make_gate
+from porting_kit.engine.serving import check_flags, is_same_tree, make_gate
 from porting_kit.medusa.tree import read_tree
 from porting_kit.releases.kernels import GateResult
 from porting_kit.releases.serve_facts import (
@@ -180,7 +180,7 @@ def _tree_gate(
     return make_gate(
         f"tree of {where}",
         f"in {file}, if it is there" if file else f"none given, which is {RUNTIME_TREE}",
-        bool(file) or _is_same_tree(choices, read_tree(RUNTIME_TREE).choices()),
+        bool(file) or is_same_tree(choices, read_tree(RUNTIME_TREE).choices()),
         "the tree the engine's record holds",
         "the runtime drafts with a tree of its own: fewer tokens are accepted, or an assertion at the first request",
         remedy,
@@ -209,21 +209,12 @@ def _speculative_gates(
     yield make_gate(
         f"tree of {where}",
         str(tree) if tree else f"not set, which is {RUNTIME_TREE}",
-        _is_same_tree(choices, tree or read_tree(RUNTIME_TREE).choices()),
+        is_same_tree(choices, tree or read_tree(RUNTIME_TREE).choices()),
         "the tree the engine's record holds",
         "the runtime drafts with another tree: fewer tokens are accepted, or an assertion at the first request",
         f"set speculative_config.medusa_choices to {[list(path) for path in choices]}",
         facts.source,
     )
-
-
-def _is_same_tree(first: Iterable[object], second: Iterable[object]) -> bool:
-    """Whether two lists hold the same paths; the runtime sorts them."""
-    try:
-        one, two = ({tuple(path) for path in paths} for paths in (first, second))
-    except TypeError:
-        return False
-    return one == two
 
 
 def _is_stated(values: Mapping[str, str], name: str) -> bool:

@@ -9,7 +9,7 @@ The parameters are those of the inflight_batcher_llm model in triton-inference-s
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from porting_kit.engine.argument_check import RENAMED
 from porting_kit.engine.engine_config import EngineConfig
@@ -152,7 +152,7 @@ def check_server_settings(
         make_gate(
             "server tree",
             tree or "not set",
-            "".join(tree.split()) == "".join(_braces(choices).split()),
+            is_same_tree(choices, written),
             "the tree the engine's record holds",
             "the server uses its own default tree, or another one: other drafts, or an assertion at the first request",
             "set medusa_choices to the recorded tree",
@@ -342,6 +342,15 @@ def make_gate(
 
 def _braces(choices: Sequence[Sequence[int]]) -> str:
     return ", ".join("{" + ", ".join(str(int(rank)) for rank in path) + "}" for path in choices)
+
+
+def is_same_tree(choices: Iterable[object], written: object) -> bool:
+    """Whether both are lists of the same paths, in any order: the runtime sorts them (medusaModule.cpp)."""
+    try:
+        one, two = ({tuple(path) for path in paths} for paths in (choices, written))
+    except TypeError:
+        return False
+    return one == two
 
 
 def _parse_braces(text: str) -> list[list[int]] | None:

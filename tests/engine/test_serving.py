@@ -70,6 +70,12 @@ def test_a_fitting_file_has_no_problem(tmp_path):
     assert problems(PBTXT, tmp_path) == {}
 
 
+def test_a_tree_in_another_order_is_the_same_tree(tmp_path):
+    """The record holds the runtime's order; people keep the order in which a tree is listed."""
+    assert problems(PBTXT.replace("{0}, {0, 0}, {1}", "{1}, {0,0}, {0}"), tmp_path) == {}
+    assert "server tree" in problems(PBTXT.replace("{0}, {0, 0}, {1}", "{1}, {1, 0}, {0}"), tmp_path)
+
+
 def test_what_we_write_is_read_back_and_fits(tmp_path):
     engine = read_engine_config(write_engine(tmp_path))
     settings = make_server_settings(engine, CHOICES, "/engines/bloom")
