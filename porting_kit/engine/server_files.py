@@ -23,6 +23,8 @@ PARAMETER = re.compile(
     r"parameters\s*:?\s*\{\s*key\s*:\s*\"(?P<key>[^\"]+)\"\s*,?\s*value\s*:?\s*\{\s*string_value\s*:\s*"
     r"\"(?P<value>(?:[^\"\\]|\\.)*)\"\s*,?\s*\}\s*,?\s*\}"
 )
+COMMENT = re.compile(r"(?P<text>\"(?:[^\"\\\n]|\\.)*\")|#.*")
+"""A comment, or a text in quotes, in which # is a letter like any other."""
 TOP_NUMBER = re.compile(r"^\s*(?P<key>max_batch_size)\s*:\s*(?P<value>\S+)", re.MULTILINE)
 DECOUPLED = re.compile(r"decoupled\s*:\s*(?P<value>\S+?)[\s}]")
 PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
@@ -156,7 +158,7 @@ def read_pbtxt(text: str) -> dict[str, str]:
 
     Placeholders of the template (`${decoding_mode}`) stay as they are: the caller decides what they mean.
     """
-    text = "\n".join(line.split("#", maxsplit=1)[0] if '"' not in line else line for line in text.splitlines())
+    text = COMMENT.sub(lambda match: match["text"] or "", text)
     found = {match["key"]: match["value"] for match in PARAMETER.finditer(text)}
     top = TOP_NUMBER.search(text)
     if top:

@@ -84,7 +84,11 @@ def test_what_we_write_is_read_back_and_fits(tmp_path):
 
 
 def test_comments_are_no_settings():
-    assert read_pbtxt(PBTXT)["decoding_mode"] == ""
+    """Also where nothing behind the comment says otherwise; a # within quotes begins none."""
+    comment = next(line for line in PBTXT.splitlines() if line.startswith("#"))
+    assert read_pbtxt(f'{comment}\nmax_batch_size: 8 # "{{0}}"\n# decoupled: true }}') == {"max_batch_size": "8"}
+    kept = comment.removeprefix("# ").replace("top_k", "#1")
+    assert read_pbtxt(f"{kept} {comment}") == {"decoding_mode": "#1"}
 
 
 @pytest.mark.parametrize(
