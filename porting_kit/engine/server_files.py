@@ -38,6 +38,17 @@ LLM_OPTIONS = frozenset(
 """Keys by which a YAML file is one of LLM options (llmapi/llm_args.py; documentation of trtllm-serve, 1.1.0)."""
 PBTXT_ONLY = re.compile(r"^\s*(?:backend|platform)\s*:\s*\"|^\s*model_transaction_policy\s*:?\s*\{", re.MULTILINE)
 """Lines that only Triton's model configuration has, for a file whose name does not say what it is."""
+ENGINE_MODEL = frozenset(
+    words(
+        "batch_scheduler_policy batching_strategy decoding_mode end_id executor_worker_path gpt_model_path "
+        "gpt_model_type kv_cache_free_gpu_mem_fraction max_attention_window_size max_beam_width "
+        "max_tokens_in_paged_kv_cache medusa_choices"
+    )
+)
+"""Parameters by which a config.pbtxt is the engine's, not that of the models around it (tensorrtllm_backend
+all_models/inflight_batcher_llm: ensemble, preprocessing, postprocessing, tensorrt_llm_bls)."""
+OTHER_MODEL = re.compile(r"^\s*platform\s*:\s*\"ensemble\"", re.MULTILINE)
+ENGINE_BACKEND = re.compile(r"^\s*backend\s*:\s*\"tensorrtllm\"", re.MULTILINE)
 FORMATS = {".pbtxt": "pbtxt", ".yaml": "YAML", ".yml": "YAML", ".sh": "script", ".bash": "script"}
 WORD_LISTS = ("entrypoint", "command", "args")
 """Keys whose lists make one command, in this order: `command` and `args` of Kubernetes, the others of compose."""
@@ -86,14 +97,14 @@ def read_serving_file(path: str | Path) -> ServingFile:
         form = "pbtxt" if PARAMETER.search(text) or PBTXT_ONLY.search(text) else "text"
     nodes = _read_yaml(text) if form in ("YAML", "text") else []
     texts = [text] if form == "pbtxt" else [one for node in nodes for one in _find_pbtxt_texts(node)]
-    settings = tuple(filter(None, map(read_pbtxt, texts)))
+    settings = tuple(filter(None, map(read_pbtxt, filter(_is_of_engine, texts))))
     commands = () if form == "pbtxt" else tuple(find_commands(text))
     options = _read_options(text, nodes) if not settings and not commands else {}
     if not settings and not commands and not options:
         raise CapturedFileError(
             "the file holds nothing to check",
             expected=f"parameters of a config.pbtxt, commands of {', '.join(PROGRAMS)}, or YAML of LLM options",
-            found=_describe(form, nodes),
+            found=_describe(form, text, nodes),
             where=path,
             next_step="name the file that holds them; of other programs and settings nothing is checked",
         )
@@ -111,8 +122,17 @@ def _read_options(text: str, nodes: list[yaml.Node]) -> dict[str, Any]:
         return {}
 
 
-def _describe(form: str, nodes: list[yaml.Node]) -> str:
+def _is_of_engine(text: str) -> bool:
+    """Whether a config.pbtxt is that of the engine's model; one without parameters may be."""
+    names = read_pbtxt(text).keys() - {"max_batch_size", "decoupled"}
+    is_other = OTHER_MODEL.search(text) or (names and not names & ENGINE_MODEL and not ENGINE_BACKEND.search(text))
+    return not is_other
+
+
+def _describe(form: str, text: str, nodes: list[yaml.Node]) -> str:
     """What a file is that holds nothing to check."""
+    if form == "pbtxt" and not _is_of_engine(text):
+        return "a config.pbtxt of another model than the engine's"
     if form == "pbtxt":
         return "a config.pbtxt without parameters"
     keys = [key.value for node in nodes if isinstance(node, yaml.MappingNode) for key, _ in node.value]

@@ -243,7 +243,10 @@ def test_commands_given_as_lists_are_found(text, line, arguments):
 
 ENGINE_PARAMETERS = "max_batch_size: 8\nkv_cache_config:\n  free_gpu_memory_fraction: 0.9\n"
 BUILD = "trtllm-build --output_dir engine\n"
+OTHER_MODEL = "a config.pbtxt of another model than the engine's"
+AROUND = 'max_batch_size: 64\nparameters { key: "tokenizer_dir" value { string_value: "t" } }\n'
 CONFIG_MAP = "data:\n  config.pbtxt: |\n" + "".join(f"    {line}\n" for line in PBTXT.splitlines())
+CONFIG_MAP += "  preprocessing.pbtxt: |\n" + "".join(f"    {line}\n" for line in AROUND.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -252,6 +255,7 @@ CONFIG_MAP = "data:\n  config.pbtxt: |\n" + "".join(f"    {line}\n" for line in 
         ("config.pbtxt", PBTXT, "settings"),
         ("config.pbtxt.template", "max_batch_size: 8\n", "settings"),
         ("config.txt", PBTXT, "settings"),
+        ("config.pbtxt", f'backend: "tensorrtllm"\n{AROUND}', "settings"),
         ("model", 'backend: "tensorrtllm"\nmax_batch_size: 8\n', "settings"),
         ("map.yaml", CONFIG_MAP, "settings"),
         ("start.yaml", f"max_batch_size: 8\ncommand: {BUILD}", "commands"),
@@ -274,6 +278,8 @@ def test_a_file_is_read_as_what_it_is_by_its_name_or_its_text(tmp_path, name, te
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
+        ("config.pbtxt", f'backend: "python"\n{AROUND}', OTHER_MODEL),
+        ("config.pbtxt", 'platform: "ensemble"\nmax_batch_size: 64\n', OTHER_MODEL),
         ("values.yaml", "replicas: 2\nimage: {tag: 1}\n", "YAML with replicas, image at its top"),
         ("values", "replicas: 2\nimage: {tag: 1}\n", "YAML with replicas, image at its top"),
         ("list.yml", "- 1\n- 2\n", "YAML without such commands"),
