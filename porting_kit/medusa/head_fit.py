@@ -9,7 +9,7 @@ trained. This module knows tensors and names, no file layouts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 import torch
@@ -35,9 +35,14 @@ MARGIN = 0.02
 """Agreement this far above chance, beyond three standard errors, counts as agreement. The errors are those of as many
 positions as there are different tokens: positions that repeat a token are no new evidence."""
 
+LARGEST_ERROR = 0.25
+"""Where three standard errors of chance are more than this, heads that fit would not stand out either."""
 
 OWN_TOKEN = 0.9
-"""A head that names the base's own next token this often was trained for it."""
+"""A head that names the base's own next token this often was trained for it, or hardly at all: layers of zeros do."""
+
+CLEAR_GAIN = 1.5
+"""Agreement above chance that another activation must reach, as a multiple of SiLU's, where SiLU's is clear already."""
 
 
 class HeadTensors(Protocol):
@@ -57,8 +62,8 @@ class HeadReading:
 
     Args:
         head: counted from 0.
-        verdict: `fits`, `random`, `untrained`, `foreign`, `shifted`, `wrong activation`, or `undecided`: better than
-            chance, on too few positions to say so.
+        verdict: `fits`, `random`, `untrained`, `foreign`, `shifted`, `wrong activation`, or `undecided`: on too few
+            different tokens to say more.
         top1, top5: agreement with the token that the head should name.
         chance1, chance5: agreement of the tokens that are most frequent there, always named.
         positions: how many were asked.
@@ -96,10 +101,14 @@ class HeadFit:
     notes: tuple[str, ...]
 
     @property
+    def wrong(self) -> tuple[HeadReading, ...]:
+        """The heads that do not fit, those left undecided apart."""
+        return tuple(reading for reading in self.readings if reading.verdict not in ("fits", "undecided"))
+
+    @property
     def fits(self) -> bool:
         """Whether the first head fits and no other one is wrong."""
-        verdicts = [reading.verdict for reading in self.readings]
-        return verdicts[0] == "fits" and set(verdicts) <= {"fits", "undecided"}
+        return self.readings[0].verdict == "fits" and not self.wrong
 
     def as_dict(self) -> dict[str, object]:
         """Figures, without the ranks."""
@@ -141,6 +150,7 @@ def read_fit(heads: HeadTensors, continuations: Continuations, output_matrix: to
         ranks.append(asked.ranks)
         readings.append(_judge(head, asked, layers, following[:, head + 1]))
     shape = (*continuations.tokens[:, 1:].shape, M)
+    readings = _tell_shifted_from_untrained(readings)
     return HeadFit(tuple(readings), torch.stack(ranks, dim=-1).view(shape).cpu(), tuple(notes))
 
 
@@ -228,28 +238,41 @@ def _judge(
     frequent = known.unique(return_counts=True)[1].sort(descending=True).values
     chance1, chance5 = (float(frequent[:n].sum()) / len(known) for n in (1, 5))
     top1, spread = asked.by_offset[head + 1], measure_spread(layers)
-    bound = chance1 + MARGIN + 3 * (chance1 * (1 - chance1) / len(frequent)) ** 0.5
+    error = 3 * (chance1 * (1 - chance1) / len(frequent)) ** 0.5
+    bound = chance1 + MARGIN + error
     is_noise = abs(spread - 1) < NOISE_SPREAD
     is_zero = not any(bool(weight.any()) for weight, _ in layers)
     offset = max(range(len(asked.by_offset)), key=lambda j: asked.by_offset[j])
     activation = max(asked.by_activation, key=lambda name: asked.by_activation[name])
-    percent = f"head {head + 1} agrees in {top1:.1%} of {len(known)} positions (chance is {chance1:.1%})"
-    verdict, sentence = "fits", percent
-    if asked.by_activation[activation] > max(top1, bound) + 2 * MARGIN:
-        gain = f"{asked.by_activation[activation]:.1%}"
-        verdict, sentence = "wrong activation", f"{percent}; with {activation} in place of SiLU it agrees in {gain}"
-    elif is_zero:
-        verdict, sentence = "untrained", f"{percent}: its residual layers are zero, as before training"
+    with_another = asked.by_activation[activation]
+    is_better = with_another > max(top1, bound) + 2 * MARGIN
+    verdict, sentence = (
+        "fits",
+        f"head {head + 1} agrees in {top1:.1%} of {len(known)} positions (chance is {chance1:.1%})",
+    )
+    if is_better:
+        sentence += f"; with {activation} in place of SiLU it agrees in {with_another:.1%}"
+    if is_better and (top1 <= bound or with_another - chance1 > CLEAR_GAIN * (top1 - chance1)):
+        verdict = "wrong activation"
     elif _is_shifted(head, offset, asked.by_offset, max(bound, top1 + 2 * MARGIN)):
         where = "the base's own next token" if offset == 0 else f"the token that head {offset} should name"
         verdict = "shifted"
-        sentence = f"{percent}; it names {where} in {asked.by_offset[offset]:.1%}: the heads are out of order"
-    elif chance1 + MARGIN < top1 <= bound:
-        verdict, sentence = "undecided", f"{percent}: too few different tokens to tell, ask at more positions"
-    elif top1 <= bound and is_noise:
-        verdict, sentence = "random", f"{percent}, and its layers look like random numbers: it was never trained"
-    elif top1 <= bound:
-        verdict, sentence = "foreign", f"{percent}, and its layers were trained: it belongs to another base"
+        sentence += f"; it names {where} in {asked.by_offset[offset]:.1%}: the heads are out of order"
+    elif top1 > bound:
+        verdict = "fits"
+    elif is_zero:
+        verdict, sentence = "untrained", f"{sentence}: its residual layers are zero, as before training"
+    elif top1 > chance1 + MARGIN:
+        verdict, sentence = "undecided", f"{sentence}: too few different tokens to tell, ask with other prompts"
+    elif asked.by_offset[0] > OWN_TOKEN:
+        verdict, sentence = "untrained", sentence + _name_own_token(asked.by_offset[0])
+    elif is_noise:
+        verdict, sentence = "random", f"{sentence}, and its layers look like random numbers: it was never trained"
+    elif error > LARGEST_ERROR:
+        verdict = "undecided"
+        sentence += f": {len(frequent)} different tokens are too few to tell, ask at more positions"
+    else:
+        verdict, sentence = "foreign", f"{sentence}, and its layers were trained: for another base, or too little"
     return HeadReading(
         head,
         verdict,
@@ -269,11 +292,29 @@ def _is_shifted(head: int, offset: int, by_offset: tuple[float, ...], bound: flo
     """Whether a head names another token than its own.
 
     The base's own next token (offset 0) is what any layers leave of the hidden state: only a first head that names it
-    nearly always was trained for it.
+    nearly always may have been trained for it.
     """
-    if offset == 0:
-        return head == 0 and by_offset[0] > OWN_TOKEN
+    if offset == 0 and (head > 0 or by_offset[0] <= OWN_TOKEN):
+        return False
     return offset != head + 1 and by_offset[offset] > bound
+
+
+def _name_own_token(share: float) -> str:
+    return f"; it names the base's own next token in {share:.1%}, as before training: it was hardly trained"
+
+
+def _tell_shifted_from_untrained(readings: list[HeadReading]) -> list[HeadReading]:
+    """A first head that names the base's own next token is shifted where the second one names the first's, too.
+
+    Where the second one names the base's own next token as well, both are nearly what they were before training.
+    """
+    first, *others = readings
+    if first.verdict != "shifted" or first.by_offset[0] < max(first.by_offset):
+        return readings
+    if not others or others[0].by_offset[0] <= OWN_TOKEN:
+        return readings
+    plain = first.sentence.split("; it names")[0]
+    return [replace(first, verdict="untrained", sentence=plain + _name_own_token(first.by_offset[0])), *others]
 
 
 def measure_spread(layers: list[tuple[torch.Tensor, torch.Tensor]]) -> float:

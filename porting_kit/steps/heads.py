@@ -126,19 +126,23 @@ def check_port_heads(
     rows = len(asked) if is_streamed else 64
     said = continue_greedily(reference.model, asked, new_tokens=new_tokens, batch_rows=rows, report=say)
     fit = read_fit(heads, said, reference.model.get_output_embeddings())
-    failing = [] if fit.fits else [reading for reading in fit.readings if reading.verdict != "fits"]
     warnings = heads.warnings + heads.compare_base(base)
-    sentence = "; ".join(reading.sentence for reading in failing or fit.readings)
+    verdict, said_of = Verdict.PASS, "the heads fit this base"
+    if fit.wrong:
+        verdict, said_of = Verdict.FAIL, "these heads do not fit this base"
+    elif not fit.fits:
+        verdict, said_of = Verdict.NOT_RUN, "the prompts cannot tell whether these heads fit this base"
+    sentence = "; ".join(reading.sentence for reading in fit.wrong or fit.readings)
     outcome = StepOutcome(
         step="heads check",
-        verdict=Verdict.FAIL if failing else Verdict.PASS,
-        summary=("these heads do not fit this base: " if failing else "the heads fit this base: ") + sentence,
+        verdict=verdict,
+        summary=f"{said_of}: {sentence}",
         covered=(Coverage.WEIGHTS,),
         figures={"prompts": len(asked), "prompts_from": source, "new_tokens": new_tokens, "warnings": list(warnings)}
         | {"streamed": is_streamed},
         inputs={**run.inputs("preflight"), "prompts": hash_value(asked)},
         seconds=watch.seconds,
-        failing_gate=f"heads: {failing[0].verdict}" if failing else None,
+        failing_gate=f"heads: {fit.wrong[0].verdict}" if fit.wrong else None,
     )
     result = HeadsCheckResult(outcome, heads, fit)
     partial = folder / f".{RANKS_FILE}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from porting_kit.errors import HeadsError
-from porting_kit.medusa.head_fit import measure_spread, read_fit
+from porting_kit.medusa.head_fit import _Asked, _judge, measure_spread, read_fit
 from porting_kit.medusa.head_ranks import measure_ranks
 from porting_kit.medusa.heads import MedusaHeads
 from porting_kit.medusa.self_distillation import Continuations
@@ -41,9 +41,9 @@ class Base:
         torch.manual_seed(seed)
         self.matrix = torch.nn.Linear(E, V, bias=False).requires_grad_(False)
         torch.nn.init.orthogonal_(self.matrix.weight, gain=4.0)
-        order = torch.randperm(V)
+        self.order = torch.randperm(V)
         start = torch.arange(ROWS).unsqueeze(1) % V
-        self.tokens = order[(start + torch.arange(C)) % V]
+        self.tokens = self.order[(start + torch.arange(C)) % V]
         self.continuations = Continuations(self.matrix.weight[self.tokens[:, :-1]] / 4, self.tokens)
 
     def train(self, activation=torch.nn.functional.silu, shift: int = 0, steps: int = 100) -> MedusaHeads:
@@ -65,6 +65,10 @@ class Base:
             loss.backward()
             optimizer.step()
         return heads.requires_grad_(False)
+
+    def later(self, places: int) -> torch.Tensor:
+        """For each token the one so many places later."""
+        return self.order[(self.order.argsort() + places) % V]
 
     def read(self, heads: MedusaHeads):
         return read_fit(Tensors(heads), self.continuations, self.matrix)
@@ -115,6 +119,55 @@ def test_heads_of_another_base_are_called_foreign(base: Base):
 
 def test_untrained_heads_are_called_untrained(base: Base):
     assert verdicts(base.read(MedusaHeads(E, V, num_heads=M, variant="v2"))) == ["untrained"] * M
+
+
+def test_hardly_trained_heads_are_not_called_shifted_or_foreign(base: Base):
+    """After two steps they still name the base's own next token, which shifted heads do at the first head alone."""
+    fit = base.read(base.train(steps=2))
+    assert verdicts(fit) == ["untrained"] * M
+    assert all("it was hardly trained" in reading.sentence for reading in fit.readings)
+    assert fit.readings[0].by_offset[0] > 0.9
+
+
+def test_layers_of_zeros_whose_output_matrix_was_trained_fit(base: Base):
+    heads = MedusaHeads(E, V, num_heads=M, variant="v1")
+    for m, head in enumerate(heads):
+        head[-1].weight.data = base.matrix.weight[base.later(-(m + 1))].clone()
+    assert verdicts(base.read(heads.requires_grad_(False))) == ["fits"] * M
+
+
+def test_few_positions_cannot_call_trained_heads_foreign(base: Base):
+    few = Continuations(base.continuations.hidden[:1, :7], base.tokens[:1, :8].clone())
+    torch.manual_seed(4)
+    heads = MedusaHeads(E, V, num_heads=M, variant="v2")
+    for head in heads:
+        head[0].linear.weight.data = torch.randn(E, 4) @ torch.randn(4, E)
+    few.tokens[0, 2:] = few.tokens[0, 2:4].repeat(3)
+    fit = read_fit(Tensors(heads.requires_grad_(False)), few, base.matrix)
+    assert set(verdicts(fit)) == {"undecided"}
+    assert not fit.fits
+    assert fit.wrong == ()
+
+
+def test_a_text_that_repeats_its_tokens_shifts_no_head(base: Base):
+    """The token after the next is the next one: a head that is right names both."""
+    order = base.tokens[:, :1].expand(ROWS, C).clone()
+    still = Continuations(base.matrix.weight[order[:, :-1]] / 4, order)
+    heads = MedusaHeads(E, V, num_heads=M, variant="v1")
+    for head in heads:
+        torch.nn.init.normal_(head[0].linear.weight, std=1e-3)
+        head[-1].weight.data = base.matrix.weight.clone()
+    assert verdicts(read_fit(Tensors(heads.requires_grad_(False)), still, base.matrix)) == ["fits"] * M
+
+
+def test_another_activation_that_is_a_little_better_is_a_remark():
+    asked = _Asked(torch.arange(900), 0.9, (0.1, 0.5, 0.1, 0.1), {"silu": 0.5, "none": 0.57, "gelu": 0.5, "relu": 0.4})
+    layers = [(torch.randn(8, 2) @ torch.randn(2, 8), torch.ones(8))]
+    reading = _judge(0, asked, layers, torch.arange(900))
+    assert reading.verdict == "fits"
+    assert "with none in place of SiLU it agrees in 57.0%" in reading.sentence
+    asked.by_activation["none"] = 0.8
+    assert _judge(0, asked, layers, torch.arange(900)).verdict == "wrong activation"
 
 
 @pytest.mark.parametrize(("shift", "said"), [(1, "the token that head 2"), (-1, "the base's own next token")])
