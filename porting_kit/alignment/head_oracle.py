@@ -16,7 +16,7 @@ from torch.nn.functional import linear, silu
 
 from porting_kit.alignment.noise import compare_logits
 from porting_kit.alignment.reference import Reference, dtype_name
-from porting_kit.alignment.rounding import HALF, computing_as
+from porting_kit.alignment.rounding import HALF, read_rounded
 from porting_kit.medusa.tree import MedusaTree
 from porting_kit.medusa.tree_limits import MAX_RANK
 
@@ -139,6 +139,7 @@ def predict_acceptance(
     dtype: torch.dtype | None = None,
     states: Sequence[torch.Tensor] | None = None,
     base_states: Sequence[torch.Tensor] | None = None,
+    rounded_states: Sequence[torch.Tensor] | None = None,
 ) -> PredictedAcceptance:
     """Rank every emitted token under every head, and walk the tree by those ranks.
 
@@ -152,13 +153,17 @@ def predict_acceptance(
         states: [S, E] per text, prompt and emitted tokens, for a port whose states are not the base's; the base's when
             None.
         base_states: the base's own where they are known; None computes them.
+        rounded_states: the same as `dtype` rounds them (`rounding.read_rounded`).
     """
     texts = [[*prompt, *row] for prompt, row in zip(prompts, emitted, strict=True)]
     # The root that is emitted token r was drafted for at the token before it.
     spans = [slice(len(p) - 1, len(p) + len(row) - 2) for p, row in zip(prompts, emitted, strict=True)]
     base_states = reference.hidden_states(texts) if base_states is None else base_states
     own = [heads.logits(h[span]) for h, span in zip(base_states, spans, strict=True)]
-    tolerance = 0.0 if dtype is None else _measure_tolerance(reference, heads, texts, spans, own, dtype)
+    tolerance = 0.0
+    if dtype is not None:
+        rounded_states = read_rounded(reference, texts, dtype)[1] if rounded_states is None else rounded_states
+        tolerance = _measure_tolerance(heads, own, rounded_states, spans, dtype)
     exact = own
     if states is not None:
         exact = [heads.logits(h[span].to(heads.outputs[0])) for h, span in zip(states, spans, strict=True)]
@@ -178,18 +183,16 @@ def predict_acceptance(
 
 
 def _measure_tolerance(
-    reference: Reference,
     heads: ReferenceHeads,
-    texts: Sequence[Sequence[int]],
-    spans: Sequence[slice],
     exact: Sequence[torch.Tensor],
+    rounded_states: Sequence[torch.Tensor],
+    spans: Sequence[slice],
     dtype: torch.dtype,
 ) -> float:
     """Near-tie tolerance of the heads' logits: exact against rounded, as `noise` does for the base's."""
     rounding = dtype if dtype in HALF else None
-    with computing_as(reference, dtype if dtype != reference.dtype else torch.float64):
-        hidden = reference.hidden_states(texts)
-    rounded = [heads.logits(states[span], rounding).flatten(0, 1) for states, span in zip(hidden, spans, strict=True)]
+    pairs = zip(rounded_states, spans, strict=True)
+    rounded = [heads.logits(states[span], rounding).flatten(0, 1) for states, span in pairs]
     flat = [logits.flatten(0, 1) for logits in exact]
     if not sum(map(len, flat)):
         return 0.0

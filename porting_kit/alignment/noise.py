@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from porting_kit.alignment.reference import LogitsSource, Reference, dtype_name
-from porting_kit.alignment.rounding import computing_as
+from porting_kit.alignment.rounding import read_rounded
 from porting_kit.errors import BaseModelError
 
 CANDIDATES = 8
@@ -60,7 +60,6 @@ def measure_noise(
     dtype: torch.dtype,
     *,
     tolerance: float | None = None,
-    oracle: LogitsSource | None = None,
 ) -> LogitsNoise:
     """Measure on these texts what `dtype` does to the base's logits.
 
@@ -69,16 +68,12 @@ def measure_noise(
         texts: token ids; a few hundred positions are enough.
         dtype: what the port computes in.
         tolerance: use this near-tie tolerance instead of the measured one.
-        oracle: the base where it remembers these texts.
 
     Raises:
         BaseModelError: a logit is not finite.
     """
-    other = dtype if dtype != reference.dtype else torch.float64
-    own = (oracle or reference).logits(texts)
-    with computing_as(reference, other):
-        changed = reference.logits(texts)
-    return compare_logits(own, changed, dtype_name(dtype), tolerance=tolerance)
+    changed, _ = read_rounded(reference, texts, dtype)
+    return compare_logits(reference.logits(texts), changed, dtype_name(dtype), tolerance=tolerance)
 
 
 def compare_logits(

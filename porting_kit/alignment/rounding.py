@@ -11,7 +11,7 @@ tables of angles with another formula: at position n that is n times the error, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,21 @@ def computing_as(reference: Reference, dtype: torch.dtype) -> Iterator[Reference
             handle.remove()
         for tensor, data in zip((*parameters, *frequencies), saved, strict=True):
             tensor.data = data
+
+
+def read_rounded(
+    reference: Reference, texts: Sequence[Sequence[int]], dtype: torch.dtype
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Logits [S, V] and hidden states [S, E] of each text, rounded as a port's dtype does, from one pass over each.
+
+    Args:
+        reference: the base in float32.
+        texts: token ids.
+        dtype: what the port computes in; the reference's own is told from float64.
+    """
+    with computing_as(reference, dtype if dtype != reference.dtype else torch.float64):
+        read = [reference.read(text) for text in texts]
+    return [logits for logits, _ in read], [states for _, states in read]
 
 
 def _round_output(dtype: torch.dtype, own: torch.dtype) -> Any:

@@ -24,11 +24,12 @@ from porting_kit.alignment.gates import (
 )
 from porting_kit.alignment.head_oracle import ReferenceHeads, predict_acceptance
 from porting_kit.alignment.inherent import KnownDifference, choose_differences, matched_to_library, measure_inherent
-from porting_kit.alignment.noise import LogitsNoise, measure_error, measure_noise, relative_error
+from porting_kit.alignment.noise import LogitsNoise, compare_logits, measure_error, measure_noise, relative_error
 from porting_kit.alignment.oracle import JudgedText, judge_texts
-from porting_kit.alignment.reference import LogitsSource, Reference
+from porting_kit.alignment.reference import LogitsSource, Reference, dtype_name
 from porting_kit.alignment.remembered import RememberedOracle
 from porting_kit.alignment.result import AlignmentResult, ApproximateFit
+from porting_kit.alignment.rounding import read_rounded
 from porting_kit.medusa.tree import MedusaTree
 from porting_kit.outcomes import Coverage
 
@@ -99,7 +100,11 @@ def align_port_outputs(
     with matched_to_library(reference, applying):
         base = RememberedOracle(reference, texts)
         oracle = port if options.fit_notes else base
-        noise = measure_noise(reference, texts, model.dtype, tolerance=options.near_tie_tolerance, oracle=base)
+        rounded_logits, rounded_states = read_rounded(reference, texts, model.dtype)
+        noise = compare_logits(
+            base.logits(texts), rounded_logits, dtype_name(model.dtype), tolerance=options.near_tie_tolerance
+        )
+        del rounded_logits  # as large as all texts' logits
         judged = _judge_runs(oracle, runs, prompts, noise, end_ids, options.new_tokens)
         context_error = measure_error(port_logits, base, texts)
         tree_error = _tree_error(main, oracle, texts, prompts)
@@ -107,9 +112,8 @@ def align_port_outputs(
         predicted = states = None
         if heads is not None and tree is not None:
             states = port.hidden_states(texts) if fit else None  # an approximate port's heads read its own states
-            predicted = predict_acceptance(
-                reference, heads, tree, prompts, main.tokens, model.dtype, states, base.hidden_states(texts)
-            )
+            known = (base.hidden_states(texts), rounded_states)
+            predicted = predict_acceptance(reference, heads, tree, prompts, main.tokens, model.dtype, states, *known)
     gates = [
         judge_tokens(judged[main.name], FITTED_BASE if fit else BASE),
         judge_logits(noise, None if fit else context_error, tree_error, chooses_experts=reference.chooses_experts),

@@ -54,8 +54,8 @@ def test_a_rank_without_states_has_none():
 
 @pytest.mark.parametrize("notes", [(), ("an approximate fit",)])
 def test_an_alignment_runs_each_emitted_text_once(notes, port_of, monkeypatch):
-    """On the port's side for the logits, the comparison of the fit and the states of its heads; on the base's too, but
-    for its rounded forms: once for the noise of the logits, once for that of the heads."""
+    """On the port's side for the logits, the comparison of the fit and the states of its heads; on the base's for the
+    choice of differences, as it is, and rounded: once for the noise of the logits and for that of the heads."""
     port = port_of("llama")
     options = AlignmentOptions(new_tokens=8, batch_sizes=(1,), differences=port.differences, fit_notes=notes)
     on_port = count_texts(monkeypatch, ContextOracle, "read")
@@ -66,5 +66,5 @@ def test_an_alignment_runs_each_emitted_text_once(notes, port_of, monkeypatch):
     assert result.verdict.value == "pass", result.summary
     texts = [(*prompt, *text.tokens) for prompt, text in zip(result.prompts, result.texts, strict=True)]
     assert {on_port[text] for text in texts} == {1}
-    chosen, plain, rounded = 1, 1, 2
+    chosen, plain, rounded = 1, 1, 1
     assert {on_base[text] for text in texts} == {chosen + plain + rounded}
