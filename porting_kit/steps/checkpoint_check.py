@@ -119,18 +119,6 @@ class CheckpointCheck:
         """Whether what the rules make is known for all changed tensors: not of a fitted port, nor on several ranks."""
         return not self.tensors or len(self.right) >= sum(len(change.tensors) for change in self.tensors)
 
-    @property
-    def holds_no_numbers(self) -> bool:
-        """Whether a changed tensor holds values that are no finite numbers: no run of this checkpoint can be right.
-
-        None of the base's are, for the conversion refuses them. Of several ranks, those tensors are looked at that
-        the first one holds under their own name.
-        """
-        changed = {name for change in self.tensors for name in change.tensors}
-        entries = self._entries[0]
-        read = TensorSource(entries, self.run.folder.checkpoint, CheckpointError).read
-        return any(not read(name).isfinite().all() for name in changed & entries.keys())
-
     def set_right(self, state: PortState) -> PortState:
         """The port with its checkpoint as the rules make it."""
         return replace(state, config=self.right_config, tensors={**state.tensors, **self.right})

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from porting_kit.alignment.gates import ERROR_FACTOR
 from porting_kit.alignment.result import AlignmentResult
+from porting_kit.conversion.unquantised import HEADS
 from porting_kit.diagnosis import Diagnosis, Observation, PortState, name_cause
-from porting_kit.diagnosis.changes import find_known_faults
+from porting_kit.diagnosis.catalogue import CATALOGUE
+from porting_kit.diagnosis.changes import LISTED, find_known_faults
 from porting_kit.diagnosis.own_model import find_correction, measure_context_error
-from porting_kit.outcomes import Verdict
 from porting_kit.steps.checkpoint_check import naming_changes
 
 if TYPE_CHECKING:
@@ -21,17 +23,34 @@ def diagnose_session(
     session: AlignmentSession, result: AlignmentResult, observation: Observation | None = None
 ) -> Diagnosis:
     """See `AlignmentSession.diagnose`."""
+    observed = observation or result
     with naming_changes(session.checkpoint_check):
-        if result.verdict is not Verdict.PASS and session.checkpoint_check.holds_no_numbers:
-            # Its logits say nothing that one fault could be told from another by, so none is tried.
-            untried = name_cause(session.port_state, observation or result, (), result=result)
-            return _explain_port(session, untried, result)
-        diagnosis = name_cause(session.port_state, observation or result, result=result)
-    if diagnosis.own_model is not None:
+        undefined = _count_undefined(session.port_state)
+        # Without numbers in its base a port's logits tell no fault from another, so none is tried.
+        faults = CATALOGUE if all(name.startswith(HEADS) for name in undefined) else ()
+        diagnosis = name_cause(session.port_state, observed, faults, result=result)
+    if undefined:
+        diagnosis = replace(diagnosis, evidence=(_describe_undefined(undefined), *diagnosis.evidence))
+    if diagnosis.own_model is not None or not faults or (undefined and diagnosis.to_explain == 0):
         return _explain_port(session, diagnosis, result)
     if diagnosis.to_explain == 0 or not session.checkpoint_check.changes:
         return diagnosis
-    return _explain_foreign(session, diagnosis, observation or result, result)
+    return _explain_foreign(session, diagnosis, observed, result)
+
+
+def _count_undefined(state: PortState) -> dict[str, int]:
+    """Tensor -> how many of its values are NaN or infinite, which no conversion writes, where any is.
+
+    Of a head they change what steps accept, and no token.
+    """
+    counts = {name: int((~tensor.isfinite()).sum()) for name, tensor in state.tensors.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+def _describe_undefined(counts: Mapping[str, int]) -> str:
+    listed = ", ".join(f"{count} in {name}" for name, count in list(counts.items())[:LISTED])
+    more = f", and {len(counts) - LISTED} more tensors" if len(counts) > LISTED else ""
+    return f"values that are no finite numbers: {listed}{more}"
 
 
 def _explain_foreign(

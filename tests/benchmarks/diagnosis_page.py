@@ -47,7 +47,8 @@ Start with the first wrong token. It says which part of this page is yours.
    - *a cause, or, explaining it equally well, another*: bring the one file that it names;
    - *two causes at once*: both fixes are needed;
    - *the checkpoint is not what the rules make of its base*: the fields of `config.json` and the tensors that are not,
-     each with what was expected and what was found; convert again, or set them right where another converter made them;
+     each with what was expected and what was found; convert again, or set them right where another converter made them.
+     NaN in a Medusa head is named too, though every token is right;
    - *the port's own model differs from the base*: engine and port agree, the port itself is wrong. The layer that parts
      first is named; where one known change brings the base back, so is that;
    - *none of the faults tried explains it*: not in the list below. Start from the layer comparison

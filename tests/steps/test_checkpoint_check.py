@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from porting_kit.conversion import convert_checkpoint
+from porting_kit.diagnosis import seed_fault
+from porting_kit.engine.captured import write_captured_tokens
 from porting_kit.errors import CheckpointError
+from porting_kit.medusa.decoding import generate_greedy
 from porting_kit.outcomes import Verdict
 from porting_kit.steps.align import AlignResult, align_port, format_alignment
 from porting_kit.steps.alignment_session import AlignmentSession
@@ -217,6 +220,42 @@ def test_a_value_that_is_no_number_is_named(port_of, tmp_path, value) -> None:
     assert diagnosis.causes == ()
     assert f"{name}: expected the base's values" in diagnosis.verdict
     assert f"({value} instead of " in diagnosis.verdict
+
+
+HEAD = "medusa_heads.1.medusa_layers.0.linear.weight"
+
+
+def plant_undefined(ranks: list[dict[str, torch.Tensor]]) -> None:
+    ranks[0][HEAD][2, 3] = torch.nan
+
+
+def test_a_head_that_is_no_number_is_named_though_every_token_is_right(port_of, tmp_path) -> None:
+    """Tokens alone: a head that proposes nonsense takes more steps, and the text stays the base's."""
+    run = open_converted(port_of("qwen2"), tmp_path / "run")
+    align_port(run)
+    shutil.copy(run.folder.root / "alignment" / "output_ids.npy", tmp_path / "right.npy")
+    assert diagnose_port(run, tmp_path / "right.npy").diagnosis.is_healthy
+    change_ranks(run.folder.checkpoint, plant_undefined)
+    found = diagnose_port(run, tmp_path / "right.npy", edited=True)
+    assert found.outcome.verdict is Verdict.FAIL
+    (change,) = found.diagnosis.changes
+    assert change.name == HEAD
+    assert "(nan instead of " in found.diagnosis.verdict
+    assert "convert again" in found.document()["fix"]
+    assert f"values that are no finite numbers: 1 in {HEAD}" in found.diagnosis.evidence
+
+
+def test_a_head_that_is_no_number_hides_no_fault_of_the_run(port_of, tmp_path) -> None:
+    run = open_converted(port_of("qwen2"), tmp_path / "run")
+    align_port(run)
+    session = AlignmentSession(run)
+    _, faulty = seed_fault("qkv_bias_dropped", session.port_state)
+    emitted = generate_greedy(faulty.build(), session.prompts, QUICK["alignment.new_tokens"], [2]).tokens
+    write_captured_tokens(tmp_path / "emitted.npy", session.prompts, emitted, end_id=2)
+    change_ranks(run.folder.checkpoint, plant_undefined)
+    diagnosis = diagnose_port(run, tmp_path / "emitted.npy", edited=True).diagnosis
+    assert "qkv_bias_dropped" in [fault.name for fault in diagnosis.causes], diagnosis.verdict
+    assert HEAD in diagnosis.evidence[-1]
 
 
 def drop(name: str) -> Callable[[list[dict[str, torch.Tensor]]], None]:
