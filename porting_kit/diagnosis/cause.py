@@ -223,8 +223,7 @@ def is_supported(best: Hypothesis) -> bool:
     """
     if best.explained_ends:
         return True
-    is_choice = any(fault.rescore is not None or fault.estimates for fault in best.faults)
-    if best.logit_error is not None and not is_choice:
+    if best.logit_error is not None and not any(fault.is_choice for fault in best.faults):
         return True
     is_flexible = best.detail is not None or len(best.faults) > 1
     return best.explained >= (WEAK_ESTIMATE if is_flexible else WEAK_EVIDENCE)

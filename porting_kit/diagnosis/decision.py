@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from porting_kit.alignment.noise import relative_errors
-from porting_kit.diagnosis.fault import LOGITS_FILE, READING, STEPS_FILE
+from porting_kit.diagnosis.fault import LOGITS_FILE, READING, STEPS_FILE, Fault
 from porting_kit.diagnosis.hypotheses import Hypothesis
 from porting_kit.diagnosis.search import Search
 
@@ -19,12 +19,13 @@ LONGER = "the same run with longer prompts and more tokens: the two differ by to
 
 
 def decide_ties(search: Search, best: Hypothesis, ties: Sequence[Hypothesis]) -> str:
-    """The file whose content the tied hypotheses disagree on.
+    """The file whose content the tied hypotheses disagree on, or the run to make where none that is missing would do.
 
     Their predictions are compared, so the advice holds for this port and these prompts.
     """
-    if any(not _is_predicted(hypothesis) for hypothesis in (best, *ties)):
-        return LOGITS_FILE if search.observation.logits is None else STEPS_FILE
+    faults = [fault for hypothesis in (best, *ties) for fault in hypothesis.faults]
+    if any(fault.phase == READING for fault in faults):
+        return _decide_readings(search, faults)
     ours, our_steps = search.predicted_logits(*_forms(best))
     for tie in ties:
         theirs, their_steps = search.predicted_logits(*_forms(tie))
@@ -40,9 +41,13 @@ def decide_ties(search: Search, best: Hypothesis, ties: Sequence[Hypothesis]) ->
     return NOT_ON_THESE
 
 
-def _is_predicted(hypothesis: Hypothesis) -> bool:
-    """A fault of the comparison is read in another way; it has no model of its own."""
-    return all(fault.phase != READING for fault in hypothesis.faults)
+def _decide_readings(search: Search, faults: Sequence[Fault]) -> str:
+    """A fault of the comparison has no model of its own whose predictions could be compared."""
+    if all(fault.is_choice for fault in faults):  # of one model's logits, with one model's steps
+        return LONGER
+    if search.observation.logits is None:
+        return LOGITS_FILE
+    return STEPS_FILE if search.observation.accepted_lengths is None else LONGER
 
 
 def _forms(hypothesis: Hypothesis) -> list[tuple]:

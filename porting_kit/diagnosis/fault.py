@@ -76,6 +76,11 @@ class Fault:
             raise ValueError(f"fault {self.name!r}: phase {self.phase!r} is not one of {', '.join(PHASES)}")
 
     @property
+    def is_choice(self) -> bool:
+        """It says how tokens were chosen, from logits that are the port's own."""
+        return self.rescore is not None or bool(self.estimates)
+
+    @property
     def forms(self) -> tuple[Callable[[PortState], PortState], ...]:
         """Every form of the fault, the usual one first."""
         return (self.apply, *self.variants)

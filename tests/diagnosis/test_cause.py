@@ -9,8 +9,10 @@ import torch
 from porting_kit.alignment.run import AlignmentOptions, align_port_outputs
 from porting_kit.diagnosis import Observation, name_cause, observe, seed_fault
 from porting_kit.diagnosis.catalogue import CATALOGUE, find_fault
-from porting_kit.diagnosis.fault import LOGITS_FILE
-from porting_kit.diagnosis.search import SHORTEST_BEGINNING
+from porting_kit.diagnosis.decision import LONGER, decide_ties
+from porting_kit.diagnosis.fault import LOGITS_FILE, STEPS_FILE
+from porting_kit.diagnosis.hypotheses import Hypothesis
+from porting_kit.diagnosis.search import SHORTEST_BEGINNING, Search
 from porting_kit.diagnosis.weight_faults import nudge_projection
 from porting_kit.medusa.decoding import generate_medusa
 from porting_kit.outcomes import Verdict
@@ -101,6 +103,23 @@ def test_a_tie_of_tokens_is_decided_by_the_logits(port_of):
     assert "output_logits_npy" in alone.decided_by
     with_logits = name_cause(tied, run(port, faulty, with_steps=False))
     assert (with_logits.cause.name, with_logits.ties) == ("tied_head_left_empty", ())
+
+
+@pytest.mark.parametrize(
+    ("names", "logits", "steps", "asked"),
+    [
+        (("padding_read_as_text", "state_left_from_previous_call"), None, None, LOGITS_FILE),
+        (("padding_read_as_text", "state_left_from_previous_call"), [], None, STEPS_FILE),
+        (("padding_read_as_text", "state_left_from_previous_call"), [], [], LONGER),
+        (("ngrams_forbidden", "qkv_bias_dropped"), None, None, LOGITS_FILE),
+        (("ngrams_forbidden", "repetition_penalty_applied"), None, None, LONGER),
+    ],
+)
+def test_no_file_is_asked_for_that_is_there_or_would_not_decide(names, logits, steps, asked):
+    """Two ways of choosing from the same logits differ in the tokens alone."""
+    search = Search(None, Observation([], [], TOLERANCE, accepted_lengths=steps, logits=logits))
+    best, tie = (Hypothesis((find_fault(name),)) for name in names)
+    assert decide_ties(search, best, [tie]) == asked
 
 
 def test_a_healthy_port_has_nothing_to_explain(port_of):
