@@ -91,7 +91,8 @@ class Diagnosis:
         if self.rounding is not None:
             return self.rounding.describe()
         if not self.causes:
-            return f"none of the {len(self.hypotheses) - 1} faults tried explains the observation"
+            tried = sum(len(one.faults) == 1 and one.error is None for one in self.hypotheses)
+            return f"none of the {tried} faults tried explains the observation"
         title = " and ".join(fault.title for fault in self.causes)
         if self.own_model is None and not self.is_sure:
             title = f"perhaps, but too few tokens speak for it: {title}"
