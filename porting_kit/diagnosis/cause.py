@@ -191,7 +191,7 @@ def name_cause(
         hypotheses=tuple(ranked),
         skipped=skipped,
         to_explain=to_explain,
-        observed=len(healthy.tokens) + len(healthy.steps) + int(healthy.ends.any()) * len(healthy.ends),
+        observed=healthy.observed,
         decided_by=_find_deciding_file(search, best, ties, rounding),
         own_model=describe_own_model(result, healthy.unexplained) if to_explain == 0 else None,
         rounding=rounding,

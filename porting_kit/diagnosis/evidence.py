@@ -31,11 +31,12 @@ def collect_evidence(
         result: the alignment, which knows where each token came from; None for an engine's files.
     """
     healthy = search.healthy
-    observed = len(healthy.tokens) + len(healthy.steps)
+    parts = "tokens, steps and ends of texts" if healthy.ends.any() else "tokens and steps"
+    observed = f"{healthy.observed} observed {parts}"
     if to_explain == 0:
-        return [f"all {observed} observed tokens and steps are the healthy port's own"]
+        return [f"all {observed} are the healthy port's own"]
     where = _describe_prompts(search)
-    lines = [f"the healthy port does not explain {to_explain} of {observed} observed tokens and steps{where}"]
+    lines = [f"the healthy port does not explain {to_explain} of {observed}{where}"]
     lines += _describe_phase(search)
     if result is not None:
         lines += describe_origins(result)

@@ -124,6 +124,11 @@ class Judgement:
         """Tokens, steps and ends together."""
         return self.figures.unexplained
 
+    @property
+    def observed(self) -> int:
+        """Tokens and steps that were looked at, and the ends of texts where one is wrong."""
+        return len(self.tokens) + len(self.steps) + (len(self.ends) if self.ends.any() else 0)
+
 
 def context_logits(model: Any, observation: Observation) -> list[torch.Tensor]:
     """What the model's context phase thinks at every emitted token, [n, V] per prompt: one pass."""

@@ -185,7 +185,7 @@ def cause_view(cause: Document | None) -> Stack | Facts:
     facts = Facts([*pairs, *([("read in", cause["source"])] if cause.get("source") else [])], title="Cause")
     title = "Hypotheses, best first"
     if cause.get("to_explain"):
-        title += f": how many of {cause['to_explain']} tokens and steps that the healthy port does not explain"
+        title += f": how many of {cause['to_explain']} tokens, steps and ends that the healthy port does not explain"
     rows = [
         (
             Code(item["name"]),

@@ -130,6 +130,17 @@ def test_a_healthy_port_has_nothing_to_explain(port_of):
     assert "nothing to explain" in diagnosis.verdict
 
 
+@pytest.mark.parametrize("with_steps", [True, False])
+def test_an_end_that_is_wrong_is_counted_among_ends(with_steps, port_of):
+    port = port_of("llama")
+    observed = replace(run(port, port.state.build(), with_steps=with_steps), overrun=[True, False])
+    diagnosis = name_cause(port.state, observed)
+    lists = [observed.tokens, *([observed.accepted_lengths] if with_steps else [])]
+    total = sum(len(row) for rows in lists for row in rows) + len(observed.overrun)
+    assert (diagnosis.to_explain, diagnosis.observed) == (1, total)
+    assert diagnosis.evidence[0].endswith(f"does not explain 1 of {total} observed tokens, steps and ends of texts")
+
+
 def scramble(state):
     generator = torch.Generator().manual_seed(4)
     return state.with_tensors(
