@@ -16,6 +16,7 @@ from typing import Any
 
 from porting_kit.diagnosis.catalogue import CATALOGUE
 from porting_kit.diagnosis.fault import DRAFTS, EVERY, GENERATION, READING, Fault
+from tests.diagnosis.missed_faults import FOUND, MISSED, WITHOUT_EFFECT
 from tests.diagnosis.planted_faults import NOT_PLANTED
 
 HOWTO = Path(__file__).resolve().parents[2] / "notebooks" / "howto"
@@ -91,11 +92,12 @@ def describe_fault(fault: Fault) -> str:
 def write_rates(rates: Mapping[str, Any]) -> str:
     """The page of measured rates."""
     with_logits, alone = rates[LOGITS], rates[TOKENS]
+    processes = "1 process" if rates["workers"] == 1 else f"{rates['workers']} processes"
     parts = [
         "# How often the diagnosis is right\n",
         f"Faults of the catalogue planted in small random ports of {len(rates['families'])} families "
         f"({', '.join(rates['families'])}), {rates['seeds']} seeds, each looked for among all others. Measured on "
-        f"{rates['made']} ({rates['workers']} processes, {rates['seconds']:.0f} s) by "
+        f"{rates['made']} ({processes}, {rates['seconds']:.0f} s) by "
         "`python -m tests.benchmarks.diagnosis --write`; the page is written by "
         "`python -m tests.benchmarks.diagnosis_page`.\n",
         "| from | cases | kinds | first cause right | among the first three | ties | none named | without effect |",
@@ -113,6 +115,7 @@ def write_rates(rates: Mapping[str, Any]) -> str:
         "",
         *write_not_planted(rates["confusion"][LOGITS]),
         *(write_foreign(rates["foreign"]) if "foreign" in rates else []),
+        *write_alignment(rates["alignment"]),
         "## Near-ties\n",
         "Clean ports: tokens called wrong though only noise chose them. Faulty ports: tokens that a fault changed and "
         "that the tolerance excuses as near-ties; a text is excused when every token that was changed in it is.\n",
@@ -136,6 +139,19 @@ def write_not_planted(planted: Mapping[str, Any]) -> list[str]:
     lines = [f"## Not planted\n\nOf the catalogue's {len(CATALOGUE)} kinds {len(missing)} were not planted:\n"]
     lines += [f"- `{name}`: {NOT_PLANTED.get(name, 'not in the catalogue when this was measured')}" for name in missing]
     return [*lines, ""]
+
+
+def write_alignment(counts: Mapping[str, Any]) -> list[str]:
+    """The section on what an alignment in half precision says of the planted faults, as lines."""
+    total = sum(counts[outcome] for outcome in (FOUND, MISSED, WITHOUT_EFFECT))
+    lines = [
+        "## Faults that an alignment fails on\n",
+        f"A fault must be noticed before its cause is asked for. In {counts['dtype']}, where rounding can hide one, "
+        f"the alignment failed on {counts[FOUND]} of {total} faults planted in one port of each family; "
+        f"{counts[WITHOUT_EFFECT]} changed no token and no step, and {counts[MISSED]} passed though they changed some"
+        f"{':' if counts['names'] else '.'}\n",
+    ]
+    return [*lines, *(f"- {name}" for name in counts["names"]), *([""] if counts["names"] else [])]
 
 
 FOREIGN_WORDS = {

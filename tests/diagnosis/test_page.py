@@ -6,6 +6,7 @@ from porting_kit.diagnosis.catalogue import CATALOGUE
 from tests.benchmarks import diagnosis_page
 from tests.benchmarks.diagnosis import LOGITS, TOKENS, build_confusion, count_rates
 from tests.diagnosis.foreign_rates import count_outcomes
+from tests.diagnosis.missed_faults import MISSED, count_missed
 from tests.diagnosis.planted_faults import NOT_PLANTED
 
 
@@ -49,11 +50,14 @@ def test_the_rates_page_prints_every_failure():
         "made": "2026-11-30", "workers": 2, "seconds": 3.0,
         LOGITS: count_rates(rows), TOKENS: count_rates(rows), "failures": rows[1:],
         "confusion": {LOGITS: build_confusion(rows), TOKENS: build_confusion(rows)},
+        "alignment": count_missed([{"family": "bloom", "fault": "norm_epsilon_wrong", "outcome": MISSED}]),
     }  # fmt: skip
     page = diagnosis_page.write_rates(json.loads(json.dumps(rates)))
     assert "50.0%" in page
     assert "0 of 3 clean ports" in page
     assert "`rope_base_lost` was called none of these" in page
+    assert "the alignment failed on 0 of 1 faults" in page
+    assert "- bloom: norm_epsilon_wrong" in page
 
 
 def test_the_page_lists_every_kind_that_was_not_planted_with_the_reason():
