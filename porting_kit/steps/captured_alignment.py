@@ -73,10 +73,10 @@ def align_capture(session: AlignmentSession, capture: CaptureFile) -> AlignmentR
     with matched_to_library(reference, options.differences):
         judged = {name: _judge(fitted or reference, prompts, tokens, result, session) for name, tokens in named.items()}
         accepted, predicted = _acceptance(capture, emitted, session.tree, session, prompts, dtype)
+        logits, error = _compare_logits(capture, fitted or reference, emitted)
     gates = [*result.gates, *compare_all([_Named(name) for name in named], judged)]
     if accepted is not None:
         gates += judge_heads(predicted, accepted, is_fitted=fitted is not None)
-    logits, error = _compare_logits(capture, fitted or reference, emitted)
     if error is not None:
         gates.append(judge_logits(result.noise, None, error, chooses_experts=reference.chooses_experts))
     gates.append(_runs_gate(capture))
