@@ -272,7 +272,10 @@ def _judge(
         verdict = "undecided"
         sentence += f": {len(frequent)} different tokens are too few to tell, ask at more positions"
     else:
-        verdict, sentence = "foreign", f"{sentence}, and its layers were trained: for another base, or too little"
+        verdict, sentence = (
+            "foreign",
+            f"{sentence}, and its layers were trained: for another base, on other texts, or too little",
+        )
     return HeadReading(
         head,
         verdict,
