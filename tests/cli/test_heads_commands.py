@@ -204,6 +204,19 @@ def test_random_heads_fail_the_check(port: Path, tmp_path: Path):
     assert found["failing_gate"] == "heads: random"
 
 
+def test_a_check_on_too_few_tokens_is_not_run_to_an_end(port: Path, tmp_path: Path):
+    """Heads that fit, but one prompt of three tokens cannot show it: that is no failure of theirs."""
+    few = ["--prompts", "1", "--new-tokens", "6", "--run-folder", str(tmp_path / "run"), "--json"]
+    prompts = ["-p", 'alignment.prompts=["the the the"]']
+    result = call(port, "check", *few, *prompts)
+    document = json.loads(result.stdout)
+    assert document["heads"][0]["verdict"] == "undecided", document["summary"]
+    assert document["verdict"] == "not_run"
+    assert document["failing_gate"] is None
+    assert "cannot tell whether these heads fit" in document["summary"]
+    assert result.exit_code == 3
+
+
 @pytest.mark.parametrize("command", ["check", "train"])
 @pytest.mark.parametrize(
     ("data", "said"), [("missing.txt", "the text cannot be read"), ("{text}", "brings no tokenizer")]
