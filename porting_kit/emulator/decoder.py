@@ -42,8 +42,8 @@ class Foresight(NamedTuple):
     matrix_bytes: int
 
 
-FORESIGHT = {"cuda": Foresight(8, MAX_ROWS, 256 << 20)}
-"""By kind of device; on a CPU the additional rows cost what the second reading does."""
+FORESIGHT = {"cuda": Foresight(8, MAX_ROWS, 256 << 20), "cpu": Foresight(2, 16, 64 << 20)}
+"""By kind of device; on a CPU a row more costs a fifteenth of a second reading, whether or not it is needed."""
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 _LOG = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class Decoder:
     Attributes:
         cache: to be filled by `model.prefill`.
         memo: for the caller: what it wants to find again with the decoder.
+        num_heads: M, heads that the tree reads: one a level.
         foreseen: nodes at which a step gives the heads' logits itself; see `foresee`.
     """
 
@@ -76,6 +77,8 @@ class Decoder:
         self._model, self._offsets, self._words = model, position_offsets, packed_mask
         self._compiles = model.decoders.compiles
         self.nodes = 1 if position_offsets is None else len(position_offsets)
+        depth = 0 if position_offsets is None else int(position_offsets.max())
+        self.num_heads = min(depth, model.num_medusa_heads)
         self.cache: KVCache = model.new_cache(batch_size, capacity_tokens)
         self.memo: dict[str, Any] = {}
         self.foreseen: tuple[int, ...] = ()
@@ -96,13 +99,13 @@ class Decoder:
         Args:
             nodes: the likeliest first.
         """
-        B, M, device = self.cache.batch_size, self._model.num_medusa_heads, self._model.device
+        B, M, device = self.cache.batch_size, self.num_heads, self._model.device
         is_served = device.type == "cpu" or (self._compiles and gpu_operations.has_kernels(device, self._model.dtype))
         foresight = FORESIGHT.get(device.type)
         if foresight is None or self._programs or not is_served:
             return
-        fitting = min(foresight.nodes, (foresight.rows - B * self.nodes) // (B * M))
-        if fitting > 0 and measure_shared_matrix(self._model) >= foresight.matrix_bytes:
+        fitting = min(foresight.nodes, (foresight.rows - B * self.nodes) // (B * max(M, 1)))
+        if M and fitting > 0 and measure_shared_matrix(self._model) >= foresight.matrix_bytes:
             self.foreseen = tuple(nodes[:fitting])
 
     def check(self, ids: torch.Tensor) -> None:
@@ -120,10 +123,10 @@ class Decoder:
         pasts = cache.lengths.to(model.device).unsqueeze(1)
         logits, hidden, guesses = self.step(ids, pasts, self.end_for(int(cache.lengths.max())))
         found = [(logits, expected.logits)]
-        if model.num_medusa_heads and self.nodes > 1:
-            found.append((self.heads(hidden[:, -1]), expected.medusa_logits[:, :, -1]))
+        if self.num_heads:
+            found.append((self.heads(hidden[:, -1]), expected.medusa_logits[: self.num_heads, :, -1]))
         if guesses is not None:
-            found.append((guesses, expected.medusa_logits[:, :, list(self.foreseen)]))
+            found.append((guesses, expected.medusa_logits[: self.num_heads, :, list(self.foreseen)]))
         for ours, eager in found:
             scale = float(eager.abs().max()) + 1e-6
             if not float((ours - eager).abs().max()) <= _TOLERANCES[model.dtype] * scale:
@@ -153,21 +156,27 @@ class Decoder:
                 self._offsets,
                 self._words,
                 head_nodes=self.foreseen,
+                num_heads=self.num_heads,
                 compiles=self._compiles,
             )
         logits, hidden, *guesses = self._programs[end](ids, pasts, self.cache.layers)
         return logits, hidden, guesses[0] if guesses else None
 
     def heads(self, hidden: torch.Tensor, is_known: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of all heads at one node a request: [B, E] to [M, B, Vp].
+        """Logits at one node a request of the heads that the tree reads: [B, E] to [M, B, Vp].
 
         Args:
             hidden: the states.
             is_known: int32 [1]; where it is not 0 the logits may hold anything. It counts where nodes are foreseen.
         """
         has_skip = bool(self.foreseen)
+        if has_skip and hidden.device.type == "cpu" and is_known is not None and bool(is_known):
+            vocab_size = self._model.vocab_size_padded
+            return hidden.new_zeros(()).expand(self.num_heads, len(hidden), vocab_size)
         if self._heads is None:
-            self._heads = HeadProgram(self._model, self.cache.batch_size, has_skip=has_skip, compiles=self._compiles)
+            self._heads = HeadProgram(
+                self._model, self.cache.batch_size, self.num_heads, has_skip=has_skip, compiles=self._compiles
+            )
         if not has_skip:
             return self._heads(hidden)
         if is_known is None:

@@ -39,6 +39,7 @@ class StepProgram:
         position_offsets: int32 [N]; None without a tree.
         packed_mask: int32 [N, W]; None without a tree.
         head_nodes: nodes at which the step gives the heads' logits too.
+        num_heads: M, how many heads, from the first one.
         compiles: use kernels of few rows and fused runs.
 
     Raises:
@@ -55,6 +56,7 @@ class StepProgram:
         packed_mask: torch.Tensor | None,
         *,
         head_nodes: Sequence[int] = (),
+        num_heads: int = 0,
         compiles: bool = False,
     ) -> None:
         B, device = cache.batch_size, model.device
@@ -85,7 +87,7 @@ class StepProgram:
             results = (output.logits.view(B, nodes, -1), hidden)
             if not head_nodes:
                 return results
-            guesses = run_heads(model, hidden[:, list(head_nodes)].flatten(0, 1))
+            guesses = run_heads(model, hidden[:, list(head_nodes)].flatten(0, 1), num_heads)
             return *results, guesses.view(len(guesses), B, len(head_nodes), -1)
 
         ids = torch.zeros(B, nodes, dtype=torch.int64, device=device)
@@ -109,17 +111,21 @@ class HeadProgram:
     Args:
         model: the model.
         batch_size: B.
+        num_heads: M, how many heads, from the first one.
         has_skip: on a GPU, calls say whether the result is needed.
         compiles: as of a step.
     """
 
     def __init__(
-        self, model: EmulatedModel, batch_size: int, *, has_skip: bool = False, compiles: bool = False
+        self, model: EmulatedModel, batch_size: int, num_heads: int, *, has_skip: bool = False, compiles: bool = False
     ) -> None:
         hidden = torch.zeros(batch_size, int(model.config["hidden_size"]), dtype=model.dtype, device=model.device)
         skip = [torch.zeros(1, dtype=torch.int32, device=model.device)] if has_skip else []
         self._call = write_program(
-            lambda hidden, *_: run_heads(model, hidden), (hidden, *skip), compiles=compiles, has_skip=has_skip
+            lambda hidden, *_: run_heads(model, hidden, num_heads),
+            (hidden, *skip),
+            compiles=compiles,
+            has_skip=has_skip,
         )
 
     def __call__(self, hidden: torch.Tensor, *skip: torch.Tensor) -> torch.Tensor:
@@ -127,10 +133,10 @@ class HeadProgram:
         return self._call(hidden, *skip)
 
 
-def run_heads(model: EmulatedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """All heads on hidden states [T, E] -> [M, T, Vp], by the model's own code."""
+def run_heads(model: EmulatedModel, hidden: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """The first heads on hidden states [T, E] -> [M, T, Vp], by the model's own code."""
     with model.running():
-        heads = [head(Tensor(hidden)).data for head in model.module.medusa_heads]
+        heads = [head(Tensor(hidden)).data for head in list(model.module.medusa_heads)[:num_heads]]
     return torch.stack(heads).to(model.logits_dtype)
 
 
