@@ -94,7 +94,7 @@ class Diagnosis:
             tried = sum(len(one.faults) == 1 and one.error is None for one in self.hypotheses)
             return f"none of the {tried} faults tried explains the observation"
         title = " and ".join(fault.title for fault in self.causes)
-        if self.own_model is None and not self.is_sure:
+        if not self.is_sure:
             title = f"perhaps, but too few tokens speak for it: {title}"
         if self.ties:
             also = "; ".join(" and ".join(fault.title for fault in tie.faults) for tie in self.ties)

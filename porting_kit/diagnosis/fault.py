@@ -15,6 +15,9 @@ PHASES = (EVERY, GENERATION, DRAFTS, READING)
 """Where a fault shows: in every phase; after the first token only; in the drafts only, so that the text stays right; or
 in how the run was made or read, with a port that is right."""
 
+EVERY_RELEASE = "0.8 to 1.2"
+"""The releases of the TensorRT backend with Medusa, where each of them can have a fault."""
+
 LOGITS_FILE = "the generation logits (run.py --output_logits_npy, engine built with --gather_generation_logits)"
 STEPS_FILE = "the accepted length of every step (accept_lengths of the Python session)"
 

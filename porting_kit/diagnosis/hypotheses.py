@@ -10,7 +10,7 @@ any, are the observed ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,13 +19,13 @@ import torch
 from porting_kit.alignment.fit import ContextOracle
 from porting_kit.alignment.noise import relative_errors
 from porting_kit.alignment.oracle import token_margins
+from porting_kit.diagnosis.choice_faults import Rescore
 from porting_kit.diagnosis.fault import Fault
 from porting_kit.diagnosis.observation import PADDED_TO, Observation
 from porting_kit.diagnosis.port_state import PortState
 from porting_kit.medusa.decoding import replay
 
 NO_FAULT = "no fault"
-Rescore = Callable[[PortState, torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from porting_kit.diagnosis import choice_faults as choice
 from porting_kit.diagnosis import comparison_faults as comparison
 from porting_kit.diagnosis.fault import READING, Fault
 
-ALL = "any"
+ANY = "any"
 
 COMPARISON_FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -14,7 +14,7 @@ COMPARISON_FAULTS: tuple[Fault, ...] = (
         symptom="the first words already differ; no weight explains it",
         cause="the tokenizer adds its start token to a chat template that holds one already",
         fix="give both sides the same token ids (run.py --input_file with ids), or add_special_tokens=False",
-        releases=ALL,
+        releases=ANY,
         source="examples/run.py parse_input, add_special_tokens, 0.11.0.dev2024062500",
         reread=comparison.double_start_token,
         phase=READING,
@@ -26,7 +26,7 @@ COMPARISON_FAULTS: tuple[Fault, ...] = (
         symptom="the first words already differ; no weight explains it",
         cause="the engine's side tokenizes without special tokens (--no_add_special_tokens), the other with them",
         fix="give both sides the same token ids (run.py --input_file with ids)",
-        releases=ALL,
+        releases=ANY,
         source="examples/run.py parse_input, add_special_tokens, 0.11.0.dev2024062500",
         reread=comparison.lose_start_token,
         phase=READING,
@@ -38,7 +38,7 @@ COMPARISON_FAULTS: tuple[Fault, ...] = (
         symptom="the longest prompt is right, shorter ones are not; alone each is right",
         cause="prompts padded to one length and given without their lengths (input_lengths, attention_mask)",
         fix="give each request its own ids and length (remove_input_padding, or input_lengths of the real prompts)",
-        releases=ALL,
+        releases=ANY,
         source="runtime/generation.py GenerationSession.setup and prepare_inputs, 0.11.0.dev2024062500",
         reread=comparison.read_padding(on_left=True, place=0),
         rereads=tuple(
@@ -53,7 +53,7 @@ COMPARISON_FAULTS: tuple[Fault, ...] = (
         symptom="the first prompt is right, the ones after it are not; alone each is right",
         cause="lengths or block tables are kept between calls, so a request goes on where the last one ended",
         fix="set the session up again for each call (GenerationSession.setup), or start a new request id",
-        releases=ALL,
+        releases=ANY,
         source="runtime/generation.py GenerationSession.setup, 0.11.0.dev2024062500",
         reread=comparison.keep_previous_text,
         phase=READING,
@@ -65,7 +65,7 @@ COMPARISON_FAULTS: tuple[Fault, ...] = (
         symptom="the same words, but texts that stop early or go on behind their end",
         cause="run.py knows one end id; config, generation config and tokenizer may name several",
         fix="pass the base's own end id (run.py --end_id), and cut both sides at the first of all its end ids",
-        releases=ALL,
+        releases=ANY,
         source="examples/run.py --end_id, 0.11.0.dev2024062500",
         reread=comparison.expect_other_end,
         phase=READING,
@@ -78,7 +78,7 @@ COMPARISON_FAULTS: tuple[Fault, ...] = (
         cause="repetition_penalty, presence_penalty or frequency_penalty of a generation config or a request, which "
         "one side obeys",
         fix="repetition_penalty 1.0, presence_penalty 0 and frequency_penalty 0 on both sides",
-        releases=ALL,
+        releases=ANY,
         source="examples/run.py --repetition_penalty --presence_penalty --frequency_penalty; penaltyKernels.cu",
         estimates=(
             choice.estimate_repetition,
@@ -93,7 +93,7 @@ COMPARISON_FAULTS: tuple[Fault, ...] = (
         symptom="phrases that should come again do not",
         cause="no_repeat_ngram_size of a generation config, which the other side does not have",
         fix="no_repeat_ngram_size 0 on both sides",
-        releases=ALL,
+        releases=ANY,
         source="examples/run.py --no_repeat_ngram_size, 0.11.0.dev2024062500; banRepeatNgram.cu",
         rescore=choice.forbid_ngrams(choice.NGRAM_SIZES[0]),
         rescores=tuple(choice.forbid_ngrams(size) for size in choice.NGRAM_SIZES[1:]),
@@ -107,7 +107,7 @@ COMPARISON_FAULTS: tuple[Fault, ...] = (
         cause="the logits are the port's own, but not the largest won: do_sample, temperature or top-p from the "
         "model's generation config, or several beams",
         fix="greedy on both sides: top_k 1, temperature 1.0 and one beam for run.py, do_sample false for Hugging Face",
-        releases=ALL,
+        releases=ANY,
         source="examples/run.py --top_k --temperature, 0.11.0.dev2024062500",
         rescore=choice.allow_any,
         is_broad=True,

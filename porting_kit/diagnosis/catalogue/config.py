@@ -1,9 +1,7 @@
 """What a converter loses or misreads in config.json."""
 
 from porting_kit.diagnosis import config_faults as config
-from porting_kit.diagnosis.fault import Fault
-
-ALL = "0.8 to 1.2"
+from porting_kit.diagnosis.fault import EVERY_RELEASE, Fault
 
 CONFIG_FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -51,7 +49,7 @@ CONFIG_FAULTS: tuple[Fault, ...] = (
         cause="rotary_pct (partial_rotary_factor, rotary_dim) missing from config.json: the class has a default of its "
         "own, the whole head or another share",
         fix="write rotary_pct (Phi: partial_rotary_factor, GPT-J: rotary_dim) into config.json",
-        releases=ALL,
+        releases=EVERY_RELEASE,
         source="models/gptneox/model.py and models/phi/model.py, set_if_not_exist, 0.11.0.dev2024062500",
         apply=config.ignore_rotary_share,
         applies=config.lacks_rotary_share,

@@ -1,9 +1,8 @@
 """What is wrong with the Medusa heads: the text stays right, steps accept less than they could."""
 
 from porting_kit.diagnosis import head_faults as heads
-from porting_kit.diagnosis.fault import DRAFTS, Fault
+from porting_kit.diagnosis.fault import DRAFTS, EVERY_RELEASE, Fault
 
-ALL = "0.8 to 1.2"
 SYMPTOM = "the text is right, steps accept hardly anything"
 
 HEAD_FAULTS: tuple[Fault, ...] = (
@@ -14,7 +13,7 @@ HEAD_FAULTS: tuple[Fault, ...] = (
         symptom=SYMPTOM,
         cause="head h holds the weights of head h + 1, h - 1 or M - 1 - h",
         fix="number heads from 0: head h predicts the token h + 2 places ahead",
-        releases=ALL,
+        releases=EVERY_RELEASE,
         source="models/medusa/model.py, all releases",
         apply=heads.shift_heads,
         variants=heads.OTHER_ORDERS,
@@ -28,7 +27,7 @@ HEAD_FAULTS: tuple[Fault, ...] = (
         symptom="the text is right, steps accept less than the heads were trained for",
         cause="upstream's Medusa model builds the heads with hidden_act of the base",
         fix="medusa_hidden_act: silu in config.json, which this port's patched module reads",
-        releases=ALL,
+        releases=EVERY_RELEASE,
         source="models/medusa/model.py MedusaLayer(hidden_act=config.hidden_act), all releases",
         apply=heads.take_base_activation,
         applies=heads.has_heads_activation,
@@ -41,7 +40,7 @@ HEAD_FAULTS: tuple[Fault, ...] = (
         symptom="the text is right, the first head's drafts are accepted, deeper ones seldom",
         cause="one layer object, or one file prefix, for all heads",
         fix="give every head its own medusa_layers: medusa_heads.{h}.medusa_layers.{l}.linear",
-        releases=ALL,
+        releases=EVERY_RELEASE,
         source="models/medusa/weight.py, all releases",
         apply=heads.share_layers,
         applies=lambda state: heads.lacks_heads(state, at_least=2),
@@ -54,7 +53,7 @@ HEAD_FAULTS: tuple[Fault, ...] = (
         symptom=SYMPTOM,
         cause="heads trained on another base of the same width, or left as they were initialised",
         fix="train heads on this base, or take those published for it; the tree cannot mend it",
-        releases=ALL,
+        releases=EVERY_RELEASE,
         source="Medusa: heads read the hidden state of the base that they were trained on",
         apply=heads.forget_training,
         accepts_fewer=True,

@@ -8,11 +8,9 @@ from dataclasses import replace
 from porting_kit.diagnosis import config_faults as config
 from porting_kit.diagnosis import runtime_faults as runtime
 from porting_kit.diagnosis import tree_faults as tree
-from porting_kit.diagnosis.fault import EVERY, GENERATION, Fault
+from porting_kit.diagnosis.fault import EVERY, EVERY_RELEASE, GENERATION, Fault
 from porting_kit.diagnosis.head_faults import lacks_heads
 from porting_kit.diagnosis.port_state import PortState
-
-ALL = "0.8 to 1.2"
 
 
 def _kernel(**changes: bool) -> Callable[[PortState], PortState]:
@@ -57,7 +55,7 @@ KERNEL_FAULTS: tuple[Fault, ...] = (
         "kernel does",
         fix="let the kernel fit say ALiBi in words that this kernel knows: fit: auto in the port file (write_positions "
         "in bfloat16, fold_alibi in float16); no other position_embedding_type can mend it by itself",
-        releases=f"{ALL}, precompiled kernels; the just-in-time kernels refuse ALiBi",
+        releases=f"{EVERY_RELEASE}, precompiled kernels; the just-in-time kernels refuse ALiBi",
         source="gptAttentionCommon.cpp l.235 and xqaParams.h l.49, 0.14.0.dev2024100800; measured on an H200",
         apply=_kernel(alibi_in_generation=False),
         applies=needs_position("alibi"),
@@ -85,7 +83,7 @@ KERNEL_FAULTS: tuple[Fault, ...] = (
         symptom="small deviations after the first token, larger where attention is sharp",
         cause="the multi-query kernel does not read the tanh scale",
         fix="none in these releases: choose a release whose kernels have it, or a base without soft-cap",
-        releases=ALL,
+        releases=EVERY_RELEASE,
         source="decoderXQAImplPrecompiled.cpp, 0.14.0.dev2024100800: no use of the tanh scale",
         apply=_kernel(softcap_in_generation=False),
         applies=_needs_softcap,
@@ -98,7 +96,7 @@ KERNEL_FAULTS: tuple[Fault, ...] = (
         symptom="drafts are judged as if they all stood at one position; at batch 2 a shape error",
         cause="both runtimes feed position_ids of one value per request, counted in iterations and not in tokens",
         fix="use the patched module of this port: it computes positions in the graph from past length and offsets",
-        releases=ALL,
+        releases=EVERY_RELEASE,
         source="runtime/generation.py l.2606 and speculativeDecodingMode.h l.78, 0.14.0.dev2024100800",
         apply=_kernel(one_position_id_per_request=True),
         applies=needs_position("learned"),
@@ -113,7 +111,7 @@ KERNEL_FAULTS: tuple[Fault, ...] = (
         "that verifies several tokens does not check for it; where the base's layers differ (Gemma 2), its class gives "
         "every layer the whole past",
         fix="build with max_seq_len at most the window; a longer text cannot be right in these releases",
-        releases=ALL,
+        releases=EVERY_RELEASE,
         source="decoderXQAImplPrecompiled.cpp l.480, 0.13.0.dev2024090300",
         apply=config.drop_window,
         applies=config.lacks_window,
