@@ -111,6 +111,7 @@ def _render(run: PortRun, diagnosis: Diagnosis, judged: AlignmentResult) -> str:
 def _judge(diagnosis: Diagnosis, seconds: float, edits: Sequence[str]) -> StepOutcome:
     found = diagnosis.as_dict()
     healthy = diagnosis.is_healthy
+    named = "a changed checkpoint" if diagnosis.changes else found["fault"] or "none of the known faults"
     figures = {"to_explain": diagnosis.to_explain, "observed": diagnosis.observed, "edited": list(edits)}
     return StepOutcome(
         "diagnose",
@@ -119,7 +120,7 @@ def _judge(diagnosis: Diagnosis, seconds: float, edits: Sequence[str]) -> StepOu
         figures={**figures, "next_step": found["fix"]},
         products=(RESULT_FILE, PAGE_FILE),
         seconds=round(seconds, 3),
-        failing_gate=None if healthy else found["fault"] or "none of the known faults",
+        failing_gate=None if healthy else named,
     )
 
 

@@ -237,6 +237,7 @@ def test_a_head_that_is_no_number_is_named_though_every_token_is_right(port_of, 
     assert diagnose_port(run, tmp_path / "right.npy").diagnosis.is_healthy
     change_ranks(run.folder.checkpoint, plant_undefined)
     found = diagnose_port(run, tmp_path / "right.npy", edited=True)
+    assert found.outcome.failing_gate == "a changed checkpoint"
     assert found.outcome.verdict is Verdict.FAIL
     (change,) = found.diagnosis.changes
     assert change.name == HEAD
