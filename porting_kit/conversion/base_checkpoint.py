@@ -17,8 +17,9 @@ from porting_kit.conversion.config_fields import FieldRow, list_head_rows
 from porting_kit.conversion.planned import ConversionPlan, Piece, PlannedTensor
 from porting_kit.conversion.quantised_files import read_checkpoint_config
 from porting_kit.conversion.sharding import cut_head_pieces
+from porting_kit.conversion.tensor_entry import TensorEntry
 from porting_kit.conversion.tensor_source import TensorSource
-from porting_kit.conversion.weight_files import TensorEntry, read_header
+from porting_kit.conversion.weight_files import read_header
 from porting_kit.errors import CheckpointError
 from porting_kit.run_folder import read_json
 

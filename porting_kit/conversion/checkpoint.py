@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from porting_kit.architectures.names import Shape
-from porting_kit.conversion.weight_files import ITEM_BYTES, SAFETENSORS_DTYPES
+from porting_kit.conversion.tensor_entry import ITEM_BYTES
+from porting_kit.conversion.weight_files import SAFETENSORS_DTYPES
 from porting_kit.errors import CheckpointError
 
 if TYPE_CHECKING:

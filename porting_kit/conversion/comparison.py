@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from porting_kit.conversion.tensor_entry import ITEM_BYTES
 from porting_kit.conversion.tensor_source import TensorSource
-from porting_kit.conversion.weight_files import ITEM_BYTES, read_header
+from porting_kit.conversion.weight_files import read_header
 from porting_kit.errors import CheckpointError
 from porting_kit.run_folder import explain_problem, read_json
 

@@ -18,8 +18,8 @@ from porting_kit.architectures.gguf_header import (
     find_hugging_face_name,
     read_gguf_header,
 )
+from porting_kit.conversion.tensor_entry import TensorEntry
 from porting_kit.conversion.tensor_source import TensorSource
-from porting_kit.conversion.weight_files import TensorEntry
 from porting_kit.errors import BaseModelError, EnvironmentMissing
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from porting_kit.architectures.names import Dims, Shape
 from porting_kit.architectures.operations import Operation, SkipRows
 from porting_kit.architectures.rules import Shard
-from porting_kit.conversion.weight_files import ITEM_BYTES
+from porting_kit.conversion.tensor_entry import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch

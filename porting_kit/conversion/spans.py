@@ -19,8 +19,8 @@ from porting_kit.architectures.operations import Operation
 from porting_kit.conversion.apply import FORWARD, build_target, cast_tensor, check_values, cut_piece
 from porting_kit.conversion.planned import ConversionPlan, PlannedTensor, plan_scalars, read_source
 from porting_kit.conversion.row_map import PieceRows, RowMap, map_rows
+from porting_kit.conversion.tensor_entry import ITEM_BYTES
 from porting_kit.conversion.tensor_source import TensorSource
-from porting_kit.conversion.weight_files import ITEM_BYTES
 from porting_kit.errors import ConversionError
 
 if TYPE_CHECKING:

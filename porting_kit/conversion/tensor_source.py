@@ -15,7 +15,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from porting_kit.conversion.weight_files import ITEM_BYTES, TensorEntry, check_file, describe_load_error, read_header
+from porting_kit.conversion.pickle_files import describe_load_error
+from porting_kit.conversion.tensor_entry import ITEM_BYTES, TensorEntry
+from porting_kit.conversion.weight_files import check_file, read_header
 from porting_kit.errors import BaseModelError, PortingKitError
 from porting_kit.run_folder import explain_problem, read_json
 
