@@ -12,12 +12,13 @@ a file may hold the block once. Names are matched component by component: `1.0.l
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from porting_kit.errors import HeadsError
 
 _NUMBER = re.compile(r"\{([hl])\}")
+_BASE_PARTS = re.compile(r"embed|attn|attention|norm\b|\bwte\b")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class HeadLayout:
         name: short name.
         weight, bias: a residual layer's tensors.
         output: the head's own output matrix; with `{l}`, the number is one past the last layer.
-        inside_base: the tensors lie among the base's own; whatever does not match is the base's.
+        inside_base: the tensors may lie among a base's own; what does not begin as the heads' names do is then the
+            base's.
         extras: names that belong to the layout and are not tensors of a head.
     """
 
@@ -96,7 +98,7 @@ def match_layout(names: Collection[str], where: object) -> HeadNames:
         sorted_names = _sort_names(layout, names)
         if not sorted_names.weights and not sorted_names.outputs:
             continue
-        if not sorted_names.others or layout.inside_base:
+        if not sorted_names.others:
             return sorted_names
         if best is None or len(sorted_names.others) < len(best.others):
             best = sorted_names
@@ -128,9 +130,11 @@ def match_layout(names: Collection[str], where: object) -> HeadNames:
     )
 
 
-def _sort_names(layout: HeadLayout, names: Iterable[str]) -> HeadNames:
+def _sort_names(layout: HeadLayout, names: Collection[str]) -> HeadNames:
     weights, biases, outputs = {}, {}, {}
     extras, others, last_layers = [], [], {}
+    outside = {name for name in names if name.split(".")[0] != layout.weight.split(".")[0]}
+    of_base = outside if layout.inside_base and any(_BASE_PARTS.search(name) for name in outside) else ()
     for name in names:
         if numbers := _match(layout.weight, name):
             weights[numbers["h"], numbers["l"]] = name
@@ -140,19 +144,21 @@ def _sort_names(layout: HeadLayout, names: Iterable[str]) -> HeadNames:
             last_layers.setdefault(numbers["h"], []).append((numbers.get("l"), name))
         elif name in layout.extras:
             extras.append(name)
-        else:
+        elif name not in of_base:
             others.append(name)
+    depth = max((layer for _, layer in weights), default=0) + 1
     for head, candidates in last_layers.items():
         layers = sorted(layer for h, layer in weights if h == head)
         for number, name in candidates:
             # One block used several times is stored once: the output's number still counts its uses.
-            is_shared = layers == [0] and number is not None and number > 1
+            is_shared = depth == 1 and layers == [0] and number is not None and number > 1
             if head not in outputs and (
-                number is None or is_shared or number == (layers[-1] + 1 if layers else number)
+                number is None or is_shared or number in ((layers[-1] + 1, depth) if layers else (number,))
             ):
                 outputs[head] = name
                 for layer in range(1, number or 1) if is_shared else ():
                     weights[head, layer] = weights[head, 0]
+                    others += [biases[head, layer]] if (head, layer) in biases else []
                     biases |= {(head, layer): biases[head, 0]} if (head, 0) in biases else {}
             else:
                 others.append(name)
@@ -166,7 +172,7 @@ def _match(pattern: str, name: str) -> dict[str, int] | None:
     numbers: dict[str, int] = {}
     for part, want in zip(parts, wanted, strict=True):
         if placeholder := _NUMBER.fullmatch(want):
-            if not part.isdecimal():
+            if not part.isdecimal() or str(int(part)) != part:  # "00" would take the place of "0"
                 return None
             numbers[placeholder.group(1)] = int(part)
         elif part != want:

@@ -169,7 +169,8 @@ def read_head_set(path: str | Path, *, use: int | None = None, check_values: boo
         check_values: read all values and refuse what is not finite. False reads headers only and needs no torch.
 
     Raises:
-        HeadsError: no heads, an unknown layout, gaps between heads or layers, a reduced vocabulary, shapes that do not
+        HeadsError: no heads, an unknown layout, gaps between heads or layers, a bias without its weight, heads that are
+            not alike, a reduced vocabulary, shapes that do not
             belong together, tensors that are not in floating point, more heads asked for than exist, two files that
             disagree, values that are not finite.
     """
@@ -196,8 +197,10 @@ def read_head_set(path: str | Path, *, use: int | None = None, check_values: boo
         warnings.append("the config says that the heads use the base's output matrix; the file's copy of it is left")
     if len(set(names.weights.values())) < len(names.weights):
         warnings.append(f"each head uses one residual block {num_layers} times")
-    if missing := sum(origin is None for origin in origins.values()):
-        warnings.append(f"{missing} residual layers have no bias; zeros are written")
+    if not names.biases:
+        warnings.append(f"{num_heads * num_layers} residual layers have no bias; zeros are written")
+    if "lm_head.weight" in names.extras:
+        warnings.append("the file's lm_head.weight is the base's output matrix and is left; the base's own is used")
     if vocab_size is None:
         warnings.append("the heads have no output matrix of their own; the base's is copied into each")
     heads = HeadSet(
@@ -236,6 +239,7 @@ def _count(names: HeadNames, where: Path) -> tuple[int, int]:
             items=names.outputs.values(),
             next_step="name the file that holds the whole heads",
         )
+    _pair_biases(names, where)
     if heads != list(range(len(heads))):
         missing = list(islice((head for head in range(max(heads)) if head not in heads), MISSING_SHOWN))
         raise HeadsError(
@@ -264,6 +268,29 @@ def _count(names: HeadNames, where: Path) -> tuple[int, int]:
             next_step="save the heads again, all with an output matrix or all without",
         )
     return len(heads), len(layers[0])
+
+
+def _pair_biases(names: HeadNames, where: Path) -> None:
+    """Every bias needs its weight, and either all residual layers have a bias or none has."""
+    if lone := sorted(name for place, name in names.biases.items() if place not in names.weights):
+        raise HeadsError(
+            f"{len(lone)} biases of the heads have no weight beside them",
+            expected=f"{names.layout.weight} for each {names.layout.bias}",
+            found="the biases alone",
+            where=where,
+            items=lone,
+            next_step="fetch the file or save the heads again, or remove what is not part of the heads",
+        )
+    bare = list(dict.fromkeys(name for place, name in names.weights.items() if place not in names.biases))
+    if names.biases and bare:
+        raise HeadsError(
+            "some residual layers have a bias and some have none",
+            expected=f"{names.layout.bias} for each {names.layout.weight}, or for none",
+            found=f"{len(bare)} of {len(set(names.weights.values()))} without one",
+            where=where,
+            items=sorted(bare),
+            next_step="the file is incomplete: fetch it or save the heads again",
+        )
 
 
 def _refuse_reduced_vocabulary(names: HeadNames, config: dict[str, Any], source: TensorSource, where: Path) -> None:

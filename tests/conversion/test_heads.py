@@ -210,11 +210,84 @@ def test_gaps_between_heads_are_refused(tmp_path: Path) -> None:
     assert caught.value.found == "[0, 1, 3]; missing [2]"
 
 
-def test_gaps_between_layers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["1.0.linear", "1.1.linear", "0.0.linear"])
+def test_gaps_between_layers_are_refused(name: str, layout: str, tmp_path: Path) -> None:
     tensors = head_tensors(2, 2)
-    del tensors["1.0.linear.weight"]
+    del tensors[f"{name}.weight"], tensors[f"{name}.bias"]
     with pytest.raises(HeadsError, match="do not all have the same residual layers"):
+        read_head_set(write_heads(tmp_path, LAYOUTS[layout](tensors)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("own_output", [True, False])
+@pytest.mark.parametrize(
+    ("gone", "added", "said"),
+    [
+        ("2.0.linear.weight", None, "1 biases of the heads have no weight beside them"),
+        ("0.0.linear.weight", None, "1 biases of the heads have no weight beside them"),
+        (None, "7.0.linear.bias", "1 biases of the heads have no weight beside them"),
+        (None, "0.1.linear.bias", "1 biases of the heads have no weight beside them"),
+        ("1.0.linear.bias", None, "some residual layers have a bias and some have none"),
+        ("2.0.linear.bias", None, "some residual layers have a bias and some have none"),
+        (None, "0.0.linear.scale", "1 tensors of the head file fit no place"),
+    ],
+)
+def test_a_tensor_that_lacks_its_like_is_refused_by_name(
+    gone: str | None, added: str | None, said: str, own_output: bool, layout: str, tmp_path: Path
+) -> None:
+    tensors = {name: tensor for name, tensor in head_tensors(3).items() if own_output or "linear" in name}
+    if gone:
+        odd = gone.replace("bias", "weight") if gone.endswith("bias") else gone.replace("weight", "bias")
+        del tensors[gone]
+    else:
+        odd, tensors[added] = added, torch.ones(32)
+    with pytest.raises(HeadsError, match=said) as caught:
+        read_head_set(write_heads(tmp_path, LAYOUTS[layout](tensors)))
+    assert caught.value.items == tuple(LAYOUTS[layout]({odd: None}))
+
+
+def test_a_name_with_zeros_before_its_number_takes_no_other_tensors_place(tmp_path: Path) -> None:
+    tensors = head_tensors(2) | {"00.0.linear.weight": torch.ones(32, 32)}
+    with pytest.raises(HeadsError, match="1 tensors of the head file fit no place") as caught:
         read_head_set(write_heads(tmp_path, tensors))
+    assert caught.value.items == ("00.0.linear.weight",)
+
+
+def test_a_second_bias_of_a_block_used_twice_is_refused(tmp_path: Path) -> None:
+    tensors = {name.replace(".1.weight", ".2.weight"): tensor for name, tensor in head_tensors(2).items()}
+    assert read_head_set(write_heads(tmp_path, tensors)).num_layers == 2
+    tensors["0.1.linear.bias"] = torch.ones(32)
+    with pytest.raises(HeadsError, match="1 tensors of the head file fit no place") as caught:
+        read_head_set(write_heads(tmp_path, tensors))
+    assert caught.value.items == ("0.1.linear.bias",)
+
+
+@pytest.mark.parametrize(
+    "stray", ["medusa_head.0.norm.weight", "medusa_head.0.0.linear.scale", "medusa_head.00.0.weight"]
+)
+def test_a_stray_head_tensor_among_the_bases_own_is_refused(stray: str, tmp_path: Path) -> None:
+    raw = raw_config("qwen2")
+    merged = write_model(tmp_path / "plain", raw) | as_merged(head_tensors(2), "medusa_head")
+    write_model(tmp_path / "merged", raw, merged | {stray: torch.ones(32)})
+    with pytest.raises(HeadsError, match="1 tensors of the head file fit no place") as caught:
+        read_head_set(tmp_path / "merged")
+    assert caught.value.items == (stray,)
+
+
+def test_a_stray_tensor_beside_heads_without_a_base_is_refused(tmp_path: Path) -> None:
+    """In a layout that may lie inside a base, a file of heads alone has no base that the tensor could belong to."""
+    tensors = as_merged(head_tensors(2), "medusa_heads") | {"3.0.linear.weight": torch.ones(32, 32)}
+    with pytest.raises(HeadsError, match="1 tensors of the head file fit no place") as caught:
+        read_head_set(write_heads(tmp_path, tensors))
+    assert caught.value.items == ("3.0.linear.weight",)
+
+
+def test_the_bases_matrix_in_a_file_of_heads_is_said(tmp_path: Path) -> None:
+    tensors = as_vllm(head_tensors(2)) | {"lm_head.weight": torch.ones(40, 32)}
+    assert read_head_set(write_heads(tmp_path, tensors)).warnings == (
+        "the file's lm_head.weight is the base's output matrix and is left; the base's own is used",
+    )
 
 
 def test_one_head_without_output_matrix_is_refused(tmp_path: Path) -> None:

@@ -132,16 +132,17 @@ def test_progress_says_rate_and_time_left(tmp_path: Path) -> None:
     assert Progress(0, 100, 0.0).seconds_left is None
 
 
-def test_heads_are_streamed_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_biases", [True, False])
+def test_heads_are_streamed_too(has_biases: bool, tmp_path: Path) -> None:
     write_model(tmp_path / "base", raw_config("llama"))
-    tensors = head_tensors(2)
-    del tensors["1.0.linear.bias"]
+    tensors = {name: tensor for name, tensor in head_tensors(2).items() if has_biases or not name.endswith("bias")}
     save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
     heads = read_head_set(tmp_path)
     outcome = convert_checkpoint(tmp_path / "base", tmp_path / "out", heads=heads, dtype="float32")
     stored = load_file(tmp_path / "out" / "rank0.safetensors")
     assert torch.equal(stored["medusa_heads.1.lm_head.weight"], tensors["1.1.weight"])
-    assert not stored["medusa_heads.1.medusa_layers.0.linear.bias"].any()
+    bias = tensors.get("1.0.linear.bias", torch.zeros(32))
+    assert torch.equal(stored["medusa_heads.1.medusa_layers.0.linear.bias"], bias)
     assert outcome.verified == len(outcome.targets)
 
 
