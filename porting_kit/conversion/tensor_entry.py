@@ -32,6 +32,7 @@ class TensorEntry:
         shape: sizes.
         file: the file that holds it.
         offset: first byte of the values in the file, None when the format does not give one.
+        checksum: CRC-32 of the values, None when the file does not state one for exactly these.
     """
 
     name: str
@@ -39,6 +40,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     file: Path
     offset: int | None = None
+    checksum: int | None = None
 
     @property
     def num_bytes(self) -> int:

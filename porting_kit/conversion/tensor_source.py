@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import os
 import threading
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from porting_kit.conversion.pickle_files import describe_load_error
+from porting_kit.conversion.pickle_files import load_state
 from porting_kit.conversion.tensor_entry import ITEM_BYTES, TensorEntry
 from porting_kit.conversion.weight_files import check_file, read_header
 from porting_kit.errors import BaseModelError, PortingKitError
@@ -104,22 +105,30 @@ class TensorSource:
         if out is None:
             out = torch.empty(count, dtype=getattr(torch, entry.dtype))
         if count:
-            view = memoryview(out.view(torch.uint8).numpy())
-            self._fill(entry.file, view, entry.offset + start * width * ITEM_BYTES[entry.dtype])
+            self._fill(entry.file, _bytes_of(out), entry.offset + start * width * ITEM_BYTES[entry.dtype])
         return out.reshape(-1, width) if count else out.reshape(stop - start, width)
 
     def read(self, name: str) -> torch.Tensor:
         """The values, shape and dtype as in the file.
 
         Raises:
-            error: the file has changed since its header was read.
+            error: the file has changed since its header was read, or the values are not what its checksum says.
         """
         entry = self.entries[name]
         if entry.offset is None:
             self.check_unchanged(entry.file)
             return self._state(entry.file)[name]
         count = entry.num_bytes // ITEM_BYTES[entry.dtype]
-        return self.read_rows(name, 0, count, 1).reshape(entry.shape)
+        values = self.read_rows(name, 0, count, 1)
+        if entry.checksum is not None and zlib.crc32(_bytes_of(values)) != entry.checksum:
+            raise self.error(
+                f"{entry.file.name} is damaged",
+                expected=f"the values of {name} that its checksum was made of",
+                found="other values",
+                where=entry.file,
+                next_step="download the file again, or save it again",
+            )
+        return values.reshape(entry.shape)
 
     def _fill(self, file: Path, view: memoryview, offset: int) -> None:
         """Bytes of a file from `offset` on. Raises the source's error when it ends before."""
@@ -149,13 +158,15 @@ class TensorSource:
     def _state(self, file: Path) -> dict[str, torch.Tensor]:
         with self._opening:
             if file not in self._states:
-                import torch
-
-                state = _load_pickle(file, self.error)
-                if set(state) == {"state_dict"}:
-                    state = state["state_dict"]
-                self._states[file] = {str(k): v for k, v in state.items() if isinstance(v, torch.Tensor)}
+                self._states[file] = load_state(file, self.error)
             return self._states[file]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    import torch
+
+    return memoryview(tensor.view(torch.uint8).numpy())
 
 
 def _identify(file: Path) -> tuple[int, int, int]:
@@ -165,21 +176,6 @@ def _identify(file: Path) -> tuple[int, int, int]:
     except OSError:
         return (-1, 0, 0)
     return (state.st_size, state.st_mtime_ns, state.st_ino)
-
-
-def _load_pickle(file: Path, error: type[PortingKitError]) -> dict:
-    import torch
-
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as problem:
-        raise error(
-            f"{file.name} cannot be read",
-            expected="tensors by name, as torch.save writes them",
-            found=describe_load_error(problem),
-            where=file,
-            next_step="download the file again, or save it as safetensors",
-        ) from None
 
 
 def open_tensor_source(path: str | Path) -> TensorSource:

@@ -156,7 +156,7 @@ def _read_safetensors_header(file: Path, error: type[PortingKitError]) -> dict[s
                 next_step="download the file again",
             )
         entries[name], end = entry, max(end, last)
-    _refuse_overlaps(entries, file, error)
+    _refuse_gaps(entries, 8 + length, file, error)
     if 8 + length + end != size:
         raise error(
             f"{file.name} is cut short" if 8 + length + end > size else f"{file.name} is longer than its header says",
@@ -168,16 +168,21 @@ def _read_safetensors_header(file: Path, error: type[PortingKitError]) -> dict[s
     return entries
 
 
-def _refuse_overlaps(entries: dict[str, TensorEntry], file: Path, error: type[PortingKitError]) -> None:
-    """Two tensors must not share bytes: one of them would be read from the other's values."""
-    previous: TensorEntry | None = None
-    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.num_bytes)):
-        if previous is not None and entry.offset < previous.offset + previous.num_bytes:
+def _refuse_gaps(entries: dict[str, TensorEntry], start: int, file: Path, error: type[PortingKitError]) -> None:
+    """Each byte from `start` on must belong to one tensor: one of two is read twice, one of none is a tensor lost.
+
+    A damaged header that says a name twice loses a tensor so. The format forbids both (README of safetensors).
+    """
+    place, previous = start, "the header"
+    for entry in sorted(entries.values(), key=lambda entry: entry.offset):
+        if entry.num_bytes and entry.offset != place:
+            lost = f"{entry.offset - place} bytes between {previous} and {entry.name} belong to no tensor"
             raise error(
                 f"the header of {file.name} contradicts itself",
-                expected="bytes of its own for every tensor",
-                found=f"{previous.name} and {entry.name} overlap",
+                expected="bytes of its own for every tensor, and none between them",
+                found=f"{previous} and {entry.name} overlap" if entry.offset < place else lost,
                 where=file,
                 next_step="download the file again",
             )
-        previous = entry if entry.num_bytes else previous
+        if entry.num_bytes:
+            place, previous = entry.offset + entry.num_bytes, entry.name
