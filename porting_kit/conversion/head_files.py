@@ -1,7 +1,7 @@
 """Finds the file that holds Medusa heads, and the config beside it.
 
-A folder may hold one head file, two with the same content, or a whole model with merged heads. Which file is meant is
-never guessed: two that differ are refused.
+A folder may hold one head file, whole or in shards, two with the same content, or a whole model with merged heads.
+Which file is meant is never guessed: two that differ are refused.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from porting_kit.conversion.tensor_source import HEAD_FILES, TensorSource, open_tensor_source
+from porting_kit.conversion.shards import list_other_shards, read_indexed, read_shards
+from porting_kit.conversion.tensor_source import HEAD_STEM, TensorSource, open_tensor_source
 from porting_kit.conversion.weight_files import read_header
 from porting_kit.errors import BaseModelError, HeadsError
 from porting_kit.run_folder import read_json
 
+HEAD_SUFFIXES = (".safetensors", ".pt", ".bin")
 COUNT_KEYS = ("medusa_num_heads", "num_medusa_heads", "num_heads")
 LAYER_KEYS = ("medusa_num_layers", "num_medusa_layers", "num_hidden_layers")
 BASE_KEYS = ("num_heads", "num_hidden_layers", "vocab_size")  # mean the base's own sizes in a base model's config
@@ -23,9 +25,18 @@ def open_heads(path: Path) -> tuple[TensorSource, dict[str, Any]]:
     """The tensors of a head file, of a folder's one head file, or of a model with merged heads; and the config's keys.
 
     Raises:
-        HeadsError: nothing there, a damaged file, or two head files that differ.
+        HeadsError: nothing there, a damaged file, a shard that is missing, or head files that differ.
     """
     if path.is_file():
+        if shards := list_other_shards(path):
+            raise HeadsError(
+                f"{path.name} is one of {len(shards) + 1} shards",
+                expected="all shards",
+                found="one of them named",
+                where=path,
+                items=[shard.name for shard in shards],
+                next_step=f"name the folder: {path.parent}",
+            )
         return TensorSource(read_header(path, HeadsError), path, HeadsError), read_head_config(path.parent)
     if not path.is_dir():
         raise HeadsError(
@@ -36,34 +47,56 @@ def open_heads(path: Path) -> tuple[TensorSource, dict[str, Any]]:
             next_step="correct heads in the port file",
         )
     config = read_head_config(path)
-    files = [path / name for name in HEAD_FILES if (path / name).exists()]
-    if not files:
-        files = sorted(file for file in path.iterdir() if file.suffix in (".pt", ".safetensors", ".bin"))
-        files = files if len(files) == 1 else []
-    if len(files) == 1:
-        return TensorSource(read_header(files[0], HeadsError), files[0], HeadsError), config
-    if not files:
-        try:
-            return open_tensor_source(path), config
-        except BaseModelError as problem:
+    sources = _open_named(path)
+    if not sources:
+        return _open_unnamed(path), config
+    for other in sources[1:]:
+        if differing := _differences(sources[0], other):
             raise HeadsError(
-                "the folder holds no heads",
-                expected=f"{' or '.join(HEAD_FILES)}, or a model with merged heads",
-                found=problem.subject,
+                f"{sources[0].where.name} and {other.where.name} hold different heads",
+                expected="one head file, or two with the same content",
+                found=f"{len(differing)} tensors differ",
                 where=path,
-                next_step="name the folder or the file that training wrote",
-            ) from None
-    sources = [TensorSource(read_header(file, HeadsError), file, HeadsError) for file in files]
-    if differing := _differences(*sources):
-        raise HeadsError(
-            f"{files[0].name} and {files[1].name} hold different heads",
-            expected="one head file, or two with the same content",
-            found=f"{len(differing)} tensors differ",
-            where=path,
-            items=differing,
-            next_step="name the file to use instead of the folder, or delete the other",
-        )
+                items=differing,
+                next_step="name the file to use instead of the folder, or delete the other",
+            )
     return sources[0], config
+
+
+def _open_named(folder: Path) -> list[TensorSource]:
+    """The heads under the name that training gives them: by format, whole or in shards, with an index or without."""
+    sources = []
+    for suffix in HEAD_SUFFIXES:
+        whole, index = folder / f"{HEAD_STEM}{suffix}", folder / f"{HEAD_STEM}{suffix}.index.json"
+        if whole.exists():
+            sources.append(TensorSource(read_header(whole, HeadsError), whole, HeadsError))
+        if index.is_file():
+            sources.append(TensorSource(read_indexed(index, HeadsError), index, HeadsError))
+        elif shards := sorted(folder.glob(f"{HEAD_STEM}-*-of-*{suffix}")):
+            sources.append(TensorSource(read_shards(shards, HeadsError), shards[0], HeadsError))
+    return sources
+
+
+def _open_unnamed(folder: Path) -> TensorSource:
+    """The one weight file of a folder, its shards, or a model with merged heads."""
+    indexes = list(folder.glob("*.index.json"))
+    if len(indexes) == 1:
+        return TensorSource(read_indexed(indexes[0], HeadsError), folder, HeadsError)
+    files = sorted(file for file in folder.iterdir() if file.suffix in HEAD_SUFFIXES)
+    if not indexes and files and (len(files) == 1 or set(list_other_shards(files[0])) == set(files[1:])):
+        return TensorSource(read_shards(files, HeadsError), folder, HeadsError)
+    try:
+        return open_tensor_source(folder, HeadsError)
+    except BaseModelError as problem:
+        several = f"{len(files)} weight files and none named {HEAD_STEM}" if files else problem.subject
+        raise HeadsError(
+            "the folder holds no heads",
+            expected=f"{HEAD_STEM}.safetensors or {HEAD_STEM}.pt, or a model with merged heads",
+            found=several,
+            where=folder,
+            items=[file.name for file in files],
+            next_step="name the folder or the file that training wrote",
+        ) from None
 
 
 def _differences(first: TensorSource, second: TensorSource) -> list[str]:

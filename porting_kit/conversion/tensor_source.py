@@ -12,20 +12,21 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from porting_kit.conversion.pickle_files import load_state
+from porting_kit.conversion.shards import read_indexed, read_shards
 from porting_kit.conversion.tensor_entry import ITEM_BYTES, TensorEntry
-from porting_kit.conversion.weight_files import check_file, read_header
+from porting_kit.conversion.weight_files import read_header
 from porting_kit.errors import BaseModelError, PortingKitError
-from porting_kit.run_folder import explain_problem, read_json
 
 if TYPE_CHECKING:
     import torch
 
-HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+HEAD_STEM = "medusa_lm_head"
+"""How the names of files begin that hold heads and no base."""
 
 
 class TensorSource:
@@ -178,15 +179,17 @@ def _identify(file: Path) -> tuple[int, int, int]:
     return (state.st_size, state.st_mtime_ns, state.st_ino)
 
 
-def open_tensor_source(path: str | Path) -> TensorSource:
+def open_tensor_source(path: str | Path, error: type[PortingKitError] = BaseModelError) -> TensorSource:
     """Open the weights of a base model, reading headers only.
 
     Args:
         path: a model folder, one weight file, or a GGUF file.
+        error: what is raised when the weights cannot be read.
 
     Raises:
-        BaseModelError: no weights, a pointer file, a file cut short, a shard that is missing or holds other tensors
-            than the index says, or one tensor in two shards.
+        BaseModelError: no weights.
+        error: a pointer file, a file cut short, a shard that is missing or holds other tensors than the index says, or
+            one tensor in two shards.
     """
     path = Path(path)
     if path.suffix == ".gguf" or (path.is_dir() and _only_gguf(path)):
@@ -194,7 +197,7 @@ def open_tensor_source(path: str | Path) -> TensorSource:
 
         return open_gguf_source(path if path.is_file() else _only_gguf(path))
     if path.is_file():
-        return TensorSource(read_header(path), path)
+        return TensorSource(read_header(path, error), path, error)
     if not path.is_dir():
         raise BaseModelError(
             "the base model's folder does not exist",
@@ -205,8 +208,8 @@ def open_tensor_source(path: str | Path) -> TensorSource:
         )
     for index_name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (path / index_name).is_file():
-            return TensorSource(_read_indexed(path / index_name), path)
-    return TensorSource(_merge_files(_find_files(path)), path)
+            return TensorSource(read_indexed(path / index_name, error), path, error)
+    return TensorSource(read_shards(_find_files(path), error), path, error)
 
 
 def _only_gguf(folder: Path) -> Path | None:
@@ -220,10 +223,10 @@ def _find_files(folder: Path) -> list[Path]:
         if (folder / single).exists():
             return [folder / single]
     for pattern in ("*.safetensors", "pytorch_model*.bin"):
-        files = [file for file in sorted(folder.glob(pattern)) if file.name not in HEAD_FILES]
+        files = [file for file in sorted(folder.glob(pattern)) if not file.name.startswith(HEAD_STEM)]
         if files:
             return files
-    heads = [name for name in HEAD_FILES if (folder / name).exists()]
+    heads = any(folder.glob(f"{HEAD_STEM}*"))
     raise BaseModelError(
         "this folder holds Medusa heads only, not a base model" if heads else "the folder holds no weights",
         expected="model.safetensors, pytorch_model.bin, an index of shards, or one .gguf file",
@@ -231,81 +234,3 @@ def _find_files(folder: Path) -> list[Path]:
         where=folder,
         next_step="pass the base's folder as base and this one as heads" if heads else "fetch the model's weights",
     )
-
-
-def _merge_files(files: Iterable[Path]) -> dict[str, TensorEntry]:
-    merged: dict[str, TensorEntry] = {}
-    doubled: list[str] = []
-    pairs: set[tuple[str, str]] = set()
-    for file in files:
-        for name, entry in read_header(file).items():
-            if name in merged:
-                doubled.append(name)
-                pairs.add((merged[name].file.name, file.name))
-            merged.setdefault(name, entry)
-    if doubled:
-        raise BaseModelError(
-            f"{len(doubled)} tensors lie in two files",
-            expected="each tensor once",
-            found=", ".join(f"{a} and {b}" for a, b in sorted(pairs)),
-            where=merged[doubled[0]].file.parent,
-            items=doubled,
-            next_step="remove the file that does not belong to this model",
-        )
-    return merged
-
-
-def _read_weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file name, as a shard index says. Raises BaseModelError: it says something else."""
-    try:
-        document = read_json(index)
-    except (OSError, ValueError) as problem:
-        raise BaseModelError(
-            "the shard index cannot be read",
-            expected="a JSON object with weight_map",
-            found=explain_problem(problem),
-            where=index,
-            next_step="fetch the index again",
-        ) from None
-    weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    if isinstance(weight_map, dict) and weight_map and all(isinstance(name, str) for name in weight_map.values()):
-        return weight_map
-    if not isinstance(document, dict) or "weight_map" not in document:
-        found = "no weight_map"
-    else:
-        found = f"weight_map: {weight_map!r}"[:120]
-    raise BaseModelError(
-        "the shard index names no files",
-        expected="weight_map, an object of tensor name and file name",
-        found=found,
-        where=index,
-        next_step="fetch the index again",
-    )
-
-
-def _read_indexed(index: Path) -> dict[str, TensorEntry]:
-    weight_map = _read_weight_map(index)
-    files = sorted({index.parent / name for name in weight_map.values()})
-    if absent := [file.name for file in files if not file.exists()]:
-        raise BaseModelError(
-            f"{len(absent)} of the {len(files)} shards that the index names are missing",
-            expected="every shard of the index",
-            where=index,
-            items=absent,
-            next_step="fetch the missing files",
-        )
-    for file in files:  # all of them first: a pointer in the last shard is found before the first is parsed
-        check_file(file)
-    entries = _merge_files(files)
-    misplaced = [name for name, file in weight_map.items() if name not in entries or entries[name].file.name != file]
-    unlisted = [name for name in entries if name not in weight_map]
-    if misplaced or unlisted:
-        raise BaseModelError(
-            "the shard index and the shards disagree",
-            expected="each tensor in the file the index names",
-            found=f"{len(misplaced)} tensors not where the index says, {len(unlisted)} that it does not name",
-            where=index,
-            items=misplaced or unlisted,
-            next_step="fetch index and shards of the same revision",
-        )
-    return entries
