@@ -98,7 +98,7 @@ def read_pickle_header(file: Path, error: type[PortingKitError]) -> dict[str, Te
             for name, value in load_state(file, error).items()
         }
     try:
-        with zipfile.ZipFile(file) as archive:
+        with _open_zip(file) as archive:
             return _read_zip_header(_Parts(archive, file), file, error)
     except PortingKitError:
         raise
@@ -116,7 +116,7 @@ def load_state(file: Path, error: type[PortingKitError]) -> dict[str, torch.Tens
 
     try:
         if _is_zip(file):
-            with zipfile.ZipFile(file) as archive:
+            with _open_zip(file) as archive:
                 _Parts(archive, file).check()
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as problem:
@@ -127,6 +127,13 @@ def load_state(file: Path, error: type[PortingKitError]) -> dict[str, torch.Tens
 def _is_zip(file: Path) -> bool:
     with file.open("rb") as stream:
         return stream.read(4) == ZIP_START
+
+
+def _open_zip(file: Path) -> zipfile.ZipFile:
+    """Open a zip. Raises BadZipFile, which says it plainly when the end is not there."""
+    if not zipfile.is_zipfile(file):
+        raise zipfile.BadZipFile("a zip without the directory at its end: the file is cut short or damaged")
+    return zipfile.ZipFile(file)
 
 
 def _damaged(file: Path, problem: Exception, error: type[PortingKitError]) -> PortingKitError:

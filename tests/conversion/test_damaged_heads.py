@@ -100,7 +100,7 @@ def flip(file: Path, place: int) -> None:
     [
         (b"data.pkl", "the checksum of medusa_lm_head/data.pkl is not the file's"),
         (b"PK\x01\x02", "Bad magic number for central directory"),
-        (b"PK\x05\x06", "File is not a zip file"),
+        (b"PK\x05\x06", "a zip without the directory at its end: the file is cut short or damaged"),
     ],
 )
 def test_damage_of_a_zip_is_said_with_its_cause(part: bytes, said: str, tmp_path: Path) -> None:
