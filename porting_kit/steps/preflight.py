@@ -278,7 +278,7 @@ def format_preflight(result: PreflightResult) -> str:
         f"{row[0]:<{widths[0]}}  {shorten(row[1]):<{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]}".rstrip()
         for row in rows
     ]
-    for warning in result.heads.warnings:
+    for warning in (*result.heads.warnings, *result.heads.compare_base(result.base)):
         lines.append(f"warning: {warning}")
     if result.fit is not None and result.fit.steps:
         lines.append(f"fit: {result.fit}")

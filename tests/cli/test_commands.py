@@ -46,6 +46,15 @@ def test_preflight_judges_without_a_run_folder_that_can_be_written_and_says_so(p
     assert call("preflight", port.file, "--out", tmp_path / "runs" / "asked")[0] == 2
 
 
+def test_preflight_warns_of_heads_whose_config_names_another_base(port: PortFolder):
+    config = json.loads((port.heads / "config.json").read_text())
+    for name, warned in (("someone/vicuna-7b", True), ("someone/base", False)):
+        (port.heads / "config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))
+        result = CliRunner().invoke(app, ["preflight", str(port.file)])
+        assert result.exit_code == 0
+        assert (f"warning: the heads' config names the base {name}" in result.stdout) == warned
+
+
 def test_preflight_names_the_silent_alibi_gate_of_a_release(port: PortFolder):
     release = "kernel=release:0.11.0.dev2024062500"
     code, document, _ = call("preflight", port.file, "-p", release, "-p", "dtype=float16")
