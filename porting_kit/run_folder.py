@@ -245,8 +245,9 @@ def require_free(folder: Path) -> None:
 def replace_folder(target: Path) -> Iterator[Path]:
     """Give a temporary folder beside `target`; on success it takes target's place, on failure it is removed.
 
-    The earlier content stays until the new one is complete.
+    The earlier content stays until the new one is complete. Of a link its target is replaced, and the link stays.
     """
+    target = Path(os.path.realpath(target))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = _name_beside(target)

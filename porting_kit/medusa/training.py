@@ -22,7 +22,7 @@ import torch
 from porting_kit.base_tokenizer import read_tokenizer
 from porting_kit.errors import HeadsError, TreeError
 from porting_kit.medusa.head_ranks import HeadAccuracy, measure_accuracy, measure_ranks, replay_steps
-from porting_kit.medusa.heads import MedusaHeads, save_heads
+from porting_kit.medusa.heads import HEADS_FILE, MedusaHeads, save_heads
 from porting_kit.medusa.self_chat import SelfChat, sample_questions
 from porting_kit.medusa.self_distillation import (
     Continuations,
@@ -39,6 +39,9 @@ from porting_kit.medusa.training_run import (
     mean_of_processes,
 )
 from porting_kit.medusa.tree_choice import choose_paths
+
+TRAINED_FILES = (HEADS_FILE, "config.json", "card.json", "tree.json")
+"""What `write_trained_heads` writes."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from porting_kit.alignment.reference import load_reference
 from porting_kit.errors import HeadsError, RunFolderError
 from porting_kit.medusa.heads import HEADS_FILE, HeadVariant
 from porting_kit.medusa.self_distillation import build_chat_frame
-from porting_kit.medusa.training import TrainedHeads, train_heads, write_trained_heads
+from porting_kit.medusa.training import TRAINED_FILES, TrainedHeads, train_heads, write_trained_heads
 from porting_kit.medusa.training_run import TrainingSettings
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.provenance import fingerprint_path, hash_value
@@ -92,15 +92,16 @@ def train_port_heads(
         # refuses a base without a template before its weights are read
         build_chat_frame(load_tokenizer(run.port.base_path))
     folder = run.folder.root / FOLDER / TRAINED_FOLDER if out is None else out
-    _check_output(folder)
-    require_writable(folder.parent)
-    require_writable(run.folder.root / FOLDER)
+    own = run.folder.root / FOLDER
+    _check_output(folder, own)
+    require_writable(Path(os.path.realpath(folder)).parent)
+    require_writable(own)
     identity = {
         "base": fingerprint_path(run.port.base_path),
         "text": None if data is None else hashlib.sha256(data.read_bytes()).hexdigest(),
         "settings": asdict(chosen),
     }
-    progress = run.folder.root / FOLDER / f"training-{hash_value(identity)[:16]}.pt"
+    progress = own / f"training-{hash_value(identity)[:16]}.pt"
     if restart:
         progress.unlink(missing_ok=True)
     with _processes() as (rank, world):
@@ -120,6 +121,7 @@ def train_port_heads(
             card: dict[str, Any] = {"base_files": identity["base"]}
             card |= {} if data is None else {"data": {"file": data.name, "sha256": identity["text"]}}
             card |= {"processes": world, "device": torch.cuda.get_device_name() if has_gpu else "cpu"}
+            _check_output(folder, own)  # training may have taken hours
             with replace_folder(folder) as partial:
                 write_trained_heads(trained, chosen, partial, base_name=run.port.base_path.stem, card=card)
             progress.unlink(missing_ok=True)
@@ -131,7 +133,7 @@ def train_port_heads(
         f"{first.top1:.1%} of held-out positions, {trained.tokens_per_step:.2f} tokens a step",
         covered=(Coverage.WEIGHTS,),
         figures={"learning_rate": trained.learning_rate, "positions": trained.positions},
-        products=(HEADS_FILE, "config.json", "card.json", "tree.json"),
+        products=TRAINED_FILES,
         seconds=watch.seconds,
     )
     return HeadsTrainResult(outcome, trained, folder)
@@ -171,14 +173,22 @@ def make_settings(values: dict[str, Any]) -> TrainingSettings:
     return settings
 
 
-def _check_output(folder: Path) -> None:
-    """Earlier heads of ours may be replaced; anything else may not."""
+def _check_output(folder: Path, own: Path) -> None:
+    """Earlier heads of ours may be replaced; anything else may not, and not `own`, where the run keeps its progress."""
+    if os.path.realpath(folder) == os.path.realpath(own):
+        raise RunFolderError(
+            "the output folder is the one that the run keeps its own files in",
+            expected="a folder of its own for the heads",
+            found="the run folder's heads/",
+            where=folder,
+            next_step=f"name another folder with --out, or leave it out: the heads go into {TRAINED_FOLDER}/ there",
+        )
     names = {item.name for item in folder.iterdir()} if folder.is_dir() else set()
-    if folder.is_file() or (names and not {HEADS_FILE, "card.json"} <= names):
+    if folder.is_file() or (names and not {HEADS_FILE, "card.json"} <= names <= set(TRAINED_FILES)):
         raise RunFolderError(
             "the output folder holds something that training did not write",
-            expected="a new or empty folder, or earlier heads of this command",
-            found=", ".join(sorted(names)[:5]) or "a file",
+            expected="a new or empty folder, or earlier heads of this command and nothing else",
+            found=", ".join(sorted(names - set(TRAINED_FILES) or names)[:5]) or "a file",
             where=folder,
             next_step="name another folder with --out",
         )

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from porting_kit.cli import app
 from porting_kit.conversion.heads import read_head_set
+from porting_kit.steps import heads_training
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "notebooks" / "ports" / "bloom-mini"
@@ -79,6 +80,60 @@ def test_training_writes_heads_a_card_and_a_tree(port: Path, variant: str):
     assert (heads.num_heads, heads.layout, heads.own_output) == (4, "original", variant == "v1")
     assert json.loads((out / "tree.json").read_text())
     assert not list((port / "run" / "heads").glob("training-*.pt"))
+
+
+def train_into(port: Path, out: Path):
+    arguments = ("train", "--data", str(port / "text.txt"), *SETTINGS, "--steps", "2", "--out", str(out))
+    return call(port, *arguments, "--run-folder", str(port / "run"))
+
+
+def read_tree(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_earlier_heads_are_replaced_and_nothing_that_lies_beside_them(port: Path, tmp_path: Path, monkeypatch):
+    out = tmp_path / "heads"
+    assert train_into(port, out).exit_code == 0
+    assert train_into(port, out).exit_code == 0
+    (out / "tree.json").unlink()
+    assert train_into(port, out).exit_code == 0
+    (out / "notes").mkdir()
+    (out / "notes" / "mine.txt").write_text("precious")
+    before = read_tree(out)
+    refused = train_into(port, out)
+    assert refused.exit_code == 2
+    assert "found: notes\n" in refused.output
+    assert read_tree(out) == before
+    shutil.rmtree(out / "notes")
+
+    def put_a_file_there(*arguments, **options):
+        (out / "mine.txt").write_text("put there while training ran")
+        return training(*arguments, **options)
+
+    training = heads_training.train_heads
+    monkeypatch.setattr(heads_training, "train_heads", put_a_file_there)
+    assert train_into(port, out).exit_code == 2
+    assert (out / "mine.txt").exists()
+    monkeypatch.undo()
+    (out / "mine.txt").unlink()
+    assert "continuing from step 2" in train_into(port, out).output  # what was trained is not lost
+
+
+def test_the_files_that_a_run_keeps_are_not_replaced_by_heads(port: Path, tmp_path: Path):
+    refused = train_into(port, port / "run" / "heads")
+    assert refused.exit_code == 2
+    assert "keeps its own files" in refused.output
+    assert train_into(port, tmp_path / "o").exit_code == 0
+
+
+def test_heads_are_written_through_a_link(port: Path, tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for _ in range(2):
+        assert train_into(port, tmp_path / "link").exit_code == 0
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "real" / "card.json").is_file()
+        assert sorted(item.name for item in tmp_path.iterdir()) == ["link", "real"]
 
 
 @pytest.fixture(scope="module")

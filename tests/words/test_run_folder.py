@@ -90,6 +90,16 @@ def test_failed_replacement_keeps_the_old_content(tmp_path):
     assert sorted(item.name for item in tmp_path.iterdir()) == ["product"]
 
 
+def test_the_target_of_a_link_is_replaced_and_the_link_stays(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "product")
+    for name in "ab":
+        with replace_folder(tmp_path / "link") as folder:
+            (folder / name).write_text("")
+        assert (tmp_path / "link").is_symlink()
+        assert [item.name for item in (tmp_path / "product").iterdir()] == [name]
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["link", "product"]
+
+
 def test_a_killed_writer_leaves_nothing_that_looks_complete(tmp_path):
     script = textwrap.dedent("""
         import sys, time
