@@ -58,8 +58,15 @@ class PortingKitError(Exception):
 
     def at(self, where: object) -> PortingKitError:
         """The same error with its place, for whoever knows it; one that has a place keeps it."""
+        return self._placed(self.where or where)
+
+    def moved(self, temporary: object, final: object) -> PortingKitError:
+        """The same error with the final name of a place whose temporary one is gone."""
+        return self._placed(self.where and self.where.replace(str(temporary), str(final)))
+
+    def _placed(self, where: object) -> PortingKitError:
         fields = {"expected": self.expected, "found": self.found, "next_step": self.next_step, "items": self.items}
-        return type(self)(self.subject, where=self.where or where, **fields)
+        return type(self)(self.subject, where=where, **fields)
 
     def as_dict(self) -> dict[str, object]:
         """The fields for `--json` output."""

@@ -11,8 +11,10 @@ module does not know what the steps compute.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -21,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from porting_kit.errors import RunFolderError
+from porting_kit.errors import PortingKitError, RunFolderError
 from porting_kit.outcomes import StepOutcome
 from porting_kit.products import find_edits
 
@@ -35,6 +37,8 @@ PRODUCTS = {
     "report": ("report.html",),
 }
 MARKER = "run.json"
+DISK_ERRORS = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+DISK_ERRORS |= {errno.EFBIG: "a file grew beyond what the file system or the process may write"}
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ class RunFolder:
         """
         edits, renewed = find_edits(self.root, outcome.made)
         if renewed:
-            with contextlib.suppress(OSError):  # a folder that may only be read
+            with contextlib.suppress(RunFolderError):  # a folder that may only be read
                 self.finish(replace(outcome, made={**outcome.made, **renewed}))
         return tuple(f"{name}: {said}" for name, said in edits.items())
 
@@ -198,14 +202,34 @@ def open_run_folder(root: Path, port_name: str) -> RunFolder:
     return RunFolder(root)
 
 
-def _unwritable(root: Path, error: OSError) -> RunFolderError:
+def _unwritable(path: Path, error: Exception) -> RunFolderError:
+    if (number := _find_number(error)) in DISK_ERRORS:
+        there = next(folder for folder in path.parents if folder.exists())
+        return RunFolderError(
+            DISK_ERRORS[number],
+            expected="room for what is written",
+            found=f"{shutil.disk_usage(there).free / 2**20:.1f} MiB free",
+            where=path,
+            next_step="make room and run again, or name another folder",
+        )
     return RunFolderError(
         "the output folder cannot be written",
         expected="a folder that can be written into",
         found=explain_problem(error),
-        where=root,
+        where=path,
         next_step="name another folder with --out",
     )
+
+
+def _find_number(error: BaseException | None) -> int | None:
+    """What the system refused, by its number: torch hides it in the context of an error, safetensors in the text."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error.errno
+        if found := re.search(r"\(os error (\d+)\)", str(error)):
+            return int(found[1])
+        error = error.__context__
+    return None
 
 
 def require_writable(folder: Path) -> Path:
@@ -246,6 +270,9 @@ def replace_folder(target: Path) -> Iterator[Path]:
     """Give a temporary folder beside `target`; on success it takes target's place, on failure it is removed.
 
     The earlier content stays until the new one is complete. Of a link its target is replaced, and the link stays.
+
+    Raises:
+        RunFolderError: the folder cannot be written, or the disk is full.
     """
     target = Path(os.path.realpath(target))
     try:
@@ -256,15 +283,51 @@ def replace_folder(target: Path) -> Iterator[Path]:
         raise _unwritable(target, error) from error
     try:
         yield temporary
-        old = None
-        if target.exists():
-            old = _name_beside(target)
-            target.rename(old)
-        temporary.rename(target)
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
+        _put_in_place(temporary, target)
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, PortingKitError):
+            raise error.moved(temporary, target) from error
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            raise _unwritable(target, error) from error
+        raise
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Give a folder its name, in place of what has it; of two processes that do so at once the later one's stays."""
+    old = _name_beside(target)
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(old)
+        try:
+            temporary.rename(target)
+            break
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                if old.exists():
+                    old.rename(target)
+                raise _unwritable(target, error) from error
+            shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """Give a temporary name beside `path`; the file written there takes path's place, on failure it is removed.
+
+    Raises:
+        RunFolderError: the folder cannot be written, or the disk is full.
+    """
+    temporary = _name_beside(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        temporary.replace(path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, Exception) and _find_number(error) is not None:
+            raise _unwritable(path, error) from error
         raise
 
 
@@ -274,31 +337,34 @@ def _name_beside(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file: temporary name, flush to disk, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _name_beside(path)
-    try:
-        with temporary.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Write a whole file: temporary name, flush to disk, rename. Raises RunFolderError, see `replace_file`."""
+    with replace_file(path) as temporary, temporary.open("x", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file that may be read by whoever may read any other file here.
+    """Write a whole safetensors file that may be read by whoever may read any other file here.
 
-    The package itself makes files for one user alone (safetensors 0.8.0).
+    The package itself makes files for one user alone (safetensors 0.8.0). Raises RunFolderError, see `replace_file`.
     """
     from safetensors.torch import save_file
 
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
-    path.chmod(mode)
+    with replace_file(path) as temporary:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        save_file(dict(tensors), temporary, metadata=None if metadata is None else dict(metadata))
+        temporary.chmod(mode)
+
+
+def write_pickle(path: Path, content: Any) -> None:
+    """Write a whole file as torch saves it. Raises RunFolderError, see `replace_file`."""
+    import torch
+
+    # given a path, torch says nothing of why it could not write
+    with replace_file(path) as temporary, temporary.open("xb") as stream:
+        torch.save(content, stream)
 
 
 def explain_problem(problem: Exception) -> str:

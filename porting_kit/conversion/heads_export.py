@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from porting_kit.conversion.head_layouts import LAYOUTS, HeadLayout
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.errors import HeadsError, suggest_nearest
-from porting_kit.run_folder import write_tensors
+from porting_kit.run_folder import write_json, write_pickle, write_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -140,14 +140,10 @@ def write_export(folder: Path, tensors: dict[str, torch.Tensor], config: dict[st
     Returns:
         the head file.
     """
-    import json
-
-    import torch
-
     file = folder / f"{HEADS_FILE}.{'pt' if as_pickle else 'safetensors'}"
     if as_pickle:
-        torch.save(tensors, file)
+        write_pickle(file, tensors)
     else:
         write_tensors(file, tensors, {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", config)
     return file

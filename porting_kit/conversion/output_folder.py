@@ -8,7 +8,6 @@ leaves the hidden files and the journal for the next one; an error of the input 
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +19,10 @@ from porting_kit.architectures.names import Shape
 from porting_kit.conversion.checkpoint import RankFile, sync_folder, write_config, write_document
 from porting_kit.conversion.journal import JOURNAL, Journal, lock_folder, read_journal
 from porting_kit.errors import CheckpointError, PortingKitError
-from porting_kit.run_folder import explain_problem
+from porting_kit.run_folder import DISK_ERRORS, explain_problem
 
 RECEIPT = "receipt.json"
 CONFIG = "config.json"
-DISK_ERRORS = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
-DISK_ERRORS |= {errno.EFBIG: "a file grew beyond what the file system or the process may write"}
 
 
 @dataclass

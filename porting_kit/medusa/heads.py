@@ -10,7 +10,6 @@ This module trains nothing, and reads only the layout that it writes (`conversio
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -20,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from porting_kit.errors import HeadsError
-from porting_kit.run_folder import read_json, write_tensors
+from porting_kit.run_folder import read_json, write_json, write_tensors
 
 HEADS_FILE = "medusa_lm_head.safetensors"
 HeadVariant = Literal["v1", "v2"]
@@ -101,7 +100,6 @@ def save_heads(heads: MedusaHeads, folder: Path, *, base_name: str, dtype: torch
     """
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in heads.state_dict().items()}
     _refuse_non_finite(tensors, folder)
-    folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / HEADS_FILE, tensors, {"format": "pt"})
     config = {
         "base_model_name_or_path": base_name,
@@ -111,7 +109,7 @@ def save_heads(heads: MedusaHeads, folder: Path, *, base_name: str, dtype: torch
         "vocab_size": heads.vocab_size,
         "version": {"v1": "1", "v2": "2"}[heads.variant],
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", config)
 
 
 def load_heads(folder: Path) -> MedusaHeads:

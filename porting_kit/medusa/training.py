@@ -39,6 +39,7 @@ from porting_kit.medusa.training_run import (
     mean_of_processes,
 )
 from porting_kit.medusa.tree_choice import choose_paths
+from porting_kit.run_folder import write_json, write_text
 
 TRAINED_FILES = (HEADS_FILE, "config.json", "card.json", "tree.json")
 """What `write_trained_heads` writes."""
@@ -293,8 +294,8 @@ def write_trained_heads(
     """Write the heads in the original layout, with `card.json` (figures, and `card`) and `tree.json` (choices)."""
     save_heads(trained.heads, folder, base_name=base_name)
     figures = {"base": base_name, **(card or {}), "settings": asdict(settings), **trained.as_dict()}
-    (folder / "card.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    (folder / "tree.json").write_text(json.dumps([list(path) for path in trained.paths]) + "\n", encoding="utf-8")
+    write_json(folder / "card.json", figures)
+    write_text(folder / "tree.json", json.dumps([list(path) for path in trained.paths]) + "\n")
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, TrainingSettings]:

@@ -17,6 +17,7 @@ from porting_kit.errors import HeadsError
 from porting_kit.medusa.head_ranks import measure_accuracy, measure_ranks
 from porting_kit.medusa.heads import HeadVariant, MedusaHeads
 from porting_kit.medusa.self_distillation import IGNORED, Continuations
+from porting_kit.run_folder import write_pickle
 
 Report = Callable[[str], None]
 
@@ -222,8 +223,6 @@ class TrainingRun:
         return min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.steps))))
 
     def _save(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
         state = {
             "settings": repr(self.settings),
             "step": self.step,
@@ -233,8 +232,7 @@ class TrainingRun:
             "schedule": self.schedule.state_dict(),
             "shuffle": self.shuffle.get_state(),
         }
-        torch.save(state, partial)
-        partial.replace(file)
+        write_pickle(file, state)
 
     def _load(self, file: Path) -> None:
         state = torch.load(file, map_location=self.hidden.device, weights_only=True)

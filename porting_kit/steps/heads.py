@@ -145,10 +145,8 @@ def check_port_heads(
         failing_gate=f"heads: {fit.wrong[0].verdict}" if fit.wrong else None,
     )
     result = HeadsCheckResult(outcome, heads, fit)
-    partial = folder / f".{RANKS_FILE}"
     inputs = json.dumps(rank_inputs(run, data, prompts, new_tokens))
-    write_tensors(partial, {"ranks": fit.ranks}, {"inputs": inputs})
-    partial.replace(folder / RANKS_FILE)
+    write_tensors(folder / RANKS_FILE, {"ranks": fit.ranks}, {"inputs": inputs})
     write_json(folder / CHECK_FILE, result.document())
     return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -285,6 +286,29 @@ def test_a_missing_text_is_said_before_a_base_without_a_tokenizer(
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert said in result.stderr.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        (("train", "--data", "{text}", *SETTINGS, "--steps", "2", "--out", "{out}"), "training-"),
+        (("export", "--layout", "original", "--out", "{out}"), "out/medusa_lm_head.safetensors"),
+        (("export", "--layout", "original", "--out", "{out}", "--pickle"), "out/medusa_lm_head.pt"),
+    ],
+)
+def test_a_full_disk_is_said_and_leaves_nothing(port: Path, tmp_path: Path, arguments, written: str):
+    """The limit on a file's size refuses as a full disk does."""
+    filled = [argument.format(text=port / "text.txt", out=tmp_path / "out") for argument in arguments]
+    earlier = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, earlier[1]))
+    try:
+        result = call(port, *filled, "--run-folder", str(tmp_path / "run"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, earlier)
+    assert result.exit_code == 2, result.output
+    assert "a file grew beyond" in result.output
+    assert written in result.output
+    assert set(read_tree(tmp_path)) == {"run/run.json"}
 
 
 @pytest.mark.parametrize("layout", ["original", "tgi", "merged"])

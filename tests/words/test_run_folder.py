@@ -1,17 +1,30 @@
 """A run folder never passes off a stale, half-written or foreign result as a good one."""
 
+import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from porting_kit.errors import RunFolderError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
-from porting_kit.run_folder import STEPS, open_run_folder, read_json, replace_folder, write_tensors, write_text
+from porting_kit.run_folder import (
+    STEPS,
+    open_run_folder,
+    read_json,
+    replace_file,
+    replace_folder,
+    write_pickle,
+    write_tensors,
+    write_text,
+)
 
 
 def outcome(step: str, **inputs: str) -> StepOutcome:
@@ -140,6 +153,102 @@ def test_write_text_replaces_whole_files_only(tmp_path):
         write_text(tmp_path / "a.txt", "two \ud800")
     assert (tmp_path / "a.txt").read_text() == "one"
     assert [item.name for item in tmp_path.iterdir()] == ["a.txt"]
+
+
+@contextmanager
+def no_file_above(size_bytes: int):
+    """Writing beyond that is refused as a full disk refuses it."""
+    earlier = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, earlier[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, earlier)
+
+
+def write_zeros(kind: str, path: Path, count: int) -> None:
+    import torch
+
+    content = {"a": torch.zeros(count, dtype=torch.uint8)}
+    match kind:
+        case "text":
+            write_text(path, "0" * count)
+        case "tensors":
+            write_tensors(path, content)
+        case "pickle":
+            write_pickle(path, content)
+        case "bytes":
+            path.write_bytes(bytes(count))
+
+
+@pytest.mark.parametrize("kind", ["text", "tensors", "pickle"])
+def test_a_full_disk_is_said_and_leaves_what_was_there(tmp_path, kind):
+    file = tmp_path / "kept" / "file"
+    write_zeros(kind, file, 10)
+    before = file.read_bytes()
+    with no_file_above(200_000), pytest.raises(RunFolderError, match="a file grew beyond") as caught:
+        write_zeros(kind, file, 1_000_000)
+    assert caught.value.where == str(file)
+    assert caught.value.found.endswith("MiB free")
+    assert file.read_bytes() == before
+    assert [item.name for item in file.parent.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("kind", ["text", "tensors", "pickle", "bytes"])
+def test_a_full_disk_in_a_new_folder_names_the_folder_that_was_asked_for(tmp_path, kind):
+    full = pytest.raises(RunFolderError, match="a file grew beyond")
+    with no_file_above(200_000), full as caught, replace_folder(tmp_path / "product") as folder:
+        write_zeros(kind, folder / "a", 1_000_000)
+    assert caught.value.where.startswith(str(tmp_path / "product"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_writers_of_one_file_have_names_of_their_own(tmp_path):
+    with replace_file(tmp_path / "a") as first, replace_file(tmp_path / "a") as second:
+        first.write_text("first")
+        second.write_text("second")
+    assert (tmp_path / "a").read_text() == "first"
+    assert [item.name for item in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_of_two_folders_that_take_one_name_at_once_the_later_one_stays(tmp_path, monkeypatch, is_there):
+    target, rename = tmp_path / "product", Path.rename
+    if is_there:
+        target.mkdir()
+        (target / "old").write_text("")
+
+    def be_overtaken(path, new):
+        """Just before the new folder gets its name, another process's does."""
+        if Path(new) == target and not (tmp_path / "done").exists():
+            (tmp_path / "done").touch()
+            target.mkdir()
+            (target / "theirs").write_text("")
+        return rename(path, new)
+
+    monkeypatch.setattr(Path, "rename", be_overtaken)
+    with replace_folder(target) as folder:
+        (folder / "ours").write_text("")
+    assert [item.name for item in target.iterdir()] == ["ours"]
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["done", "product"]
+
+
+def test_a_folder_that_cannot_get_its_name_leaves_the_earlier_one(tmp_path, monkeypatch):
+    target, rename = tmp_path / "product", Path.rename
+    target.mkdir()
+    (target / "old").write_text("")
+
+    def refuse_ours(path, new):
+        if (path / "ours").exists():
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return rename(path, new)
+
+    monkeypatch.setattr(Path, "rename", refuse_ours)
+    with pytest.raises(RunFolderError, match="cannot be written") as caught, replace_folder(target) as folder:
+        (folder / "ours").write_text("")
+    assert caught.value.where == str(target)
+    assert [item.name for item in target.iterdir()] == ["old"]
+    assert [item.name for item in tmp_path.iterdir()] == ["product"]
 
 
 def test_a_folder_that_cannot_be_made_or_written_is_said(tmp_path):
