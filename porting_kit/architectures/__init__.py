@@ -5,8 +5,8 @@ of the user's own. Nothing here imports torch or
 transformers, so that a verdict on a config takes milliseconds.
 """
 
-from porting_kit.architectures.base_config import BaseConfig, read_base_config
+from porting_kit.architectures.base_config import BaseConfig, name_base, read_base_config
 from porting_kit.architectures.family import Family, find_family, load_families
 from porting_kit.architectures.family_file import use_family_file
 
-__all__ = ["BaseConfig", "Family", "find_family", "load_families", "read_base_config", "use_family_file"]
+__all__ = ["BaseConfig", "Family", "find_family", "load_families", "name_base", "read_base_config", "use_family_file"]

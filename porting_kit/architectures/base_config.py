@@ -190,6 +190,12 @@ def read_base_config(path: str | Path | Mapping[str, Any], tensor_names: Collect
     return base if tensor_names is None else base.with_evidence(tensor_names)
 
 
+def name_base(path: Path) -> str:
+    """What a base is called where its name is all that is kept: its folder's name, a GGUF file's without the ending."""
+    path = path.absolute()
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
 def _load_raw(path: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if isinstance(path, Mapping):
         return dict(path), "config"

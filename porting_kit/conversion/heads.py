@@ -7,11 +7,13 @@ module does not decide whether heads are any good (an offline acceptance check d
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from porting_kit.architectures.base_config import name_base
 from porting_kit.conversion.head_files import BASE_KEYS, COUNT_KEYS, LAYER_KEYS, open_heads
 from porting_kit.conversion.head_layouts import HeadNames, match_layout
 from porting_kit.conversion.tensor_source import TensorSource
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from porting_kit.architectures.base_config import BaseConfig
 
 MISSING_SHOWN = 10
+GGUF_KIND = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
+"""How a GGUF file's name ends that says what its weights are stored as."""
 HEAD_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -85,10 +89,15 @@ class HeadSet:
     def compare_base(self, base: BaseConfig) -> tuple[str, ...]:
         """A warning when the heads' config names another base than this one, judged by the last part of the names."""
         stated = str(self.stated.get("base_model_name_or_path") or "")
-        names = {Path(base.where).parent.name, str(base.raw.get("_name_or_path") or "").rstrip("/").split("/")[-1]}
+        given = Path(base.where) if base.where.endswith(".gguf") else Path(base.where).parent
+        names = {name_base(given), str(base.raw.get("_name_or_path") or "").rstrip("/").split("/")[-1]}
+        if given.suffix == ".gguf":
+            names |= {given.parent.name, GGUF_KIND.sub("", given.stem)}
+        elif given.name == "base":  # says what it is to its port; which one, the folder around it says
+            names.add(given.parent.name)
         if not stated or stated.rstrip("/").split("/")[-1].lower() in {name.lower() for name in names}:
             return ()
-        return (f"the heads' config names the base {stated}; the one given is {Path(base.where).parent}",)
+        return (f"the heads' config names the base {stated}; the one given is {given}",)
 
     def check_against(self, base: BaseConfig) -> None:
         """Raise HeadsError when the heads cannot sit on this base: hidden size or vocabulary differ."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from porting_kit.architectures import name_base
 from porting_kit.base_tokenizer import read_tokenizer
 from porting_kit.errors import HeadsError, TreeError
 from porting_kit.medusa.head_ranks import HeadAccuracy, measure_accuracy, measure_ranks, replay_steps
@@ -280,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if settings.prompts:
         texts, _ = split_held_out(read_text(options.texts) if options.texts else collect_text()[0])
     trained = train_heads(model, tokenizer, texts, settings, checkpoint=options.checkpoint)
-    write_trained_heads(trained, settings, options.out, base_name=options.base_name or options.base.stem)
+    write_trained_heads(trained, settings, options.out, base_name=options.base_name or name_base(options.base))
 
 
 def write_trained_heads(

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from porting_kit.alignment.gguf_settings import load_tokenizer
 from porting_kit.alignment.reference import Reference, load_reference
 from porting_kit.alignment.streamed_reference import needs_streaming, open_streamed_reference
+from porting_kit.architectures import name_base
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.heads_export import export_tensors, find_export_layout, write_export
 from porting_kit.errors import HeadsError
@@ -227,7 +228,7 @@ def export_port_heads(run: PortRun, layout: str, out: Path, *, as_pickle: bool =
     base = read_port_base(run.port, None)
     heads = read_port_heads(run.port, base, check_values=True)
     tensors, config = export_tensors(heads, layout, lambda: _base_matrix(run))
-    config = {"base_model_name_or_path": run.port.base_path.stem, **config}
+    config = {"base_model_name_or_path": name_base(run.port.base_path), **config}
     with replace_folder(out) as folder:
         name = write_export(folder, tensors, config, as_pickle=as_pickle).name
     outcome = StepOutcome(

@@ -18,6 +18,7 @@ import torch
 
 from porting_kit.alignment.gguf_settings import load_tokenizer
 from porting_kit.alignment.reference import load_reference
+from porting_kit.architectures import name_base
 from porting_kit.errors import HeadsError, RunFolderError
 from porting_kit.medusa.heads import HEADS_FILE, HeadVariant
 from porting_kit.medusa.self_distillation import build_chat_frame
@@ -123,7 +124,7 @@ def train_port_heads(
             card |= {"processes": world, "device": torch.cuda.get_device_name() if has_gpu else "cpu"}
             _check_output(folder, own)  # training may have taken hours
             with replace_folder(folder) as partial:
-                write_trained_heads(trained, chosen, partial, base_name=run.port.base_path.stem, card=card)
+                write_trained_heads(trained, chosen, partial, base_name=name_base(run.port.base_path), card=card)
             progress.unlink(missing_ok=True)
     first = trained.accuracy[0]
     outcome = StepOutcome(

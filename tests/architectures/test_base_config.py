@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from porting_kit.architectures import find_family, load_families, read_base_config
+from porting_kit.architectures import find_family, load_families, name_base, read_base_config
 from porting_kit.architectures.release_needs import find_differences, find_unmet_needs
 from porting_kit.architectures.releases import release_key
 from porting_kit.errors import BaseModelError
@@ -334,3 +334,16 @@ def test_only_differences_that_the_port_can_show_are_found(family, positions, re
     found = [difference.name for difference in find_differences(base, release, dtype)]
     assert len(found) == len(named)
     assert all(any(name.startswith(start) for start in named) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("models/Llama-3.1-8B", "Llama-3.1-8B"),
+        ("/models/Llama-3.1-8B/", "Llama-3.1-8B"),
+        ("models/Llama-3.1-8B.Q4_1.gguf", "Llama-3.1-8B.Q4_1"),
+        (".", Path.cwd().name),
+    ],
+)
+def test_the_name_of_a_base_is_whole(path, name):
+    assert name_base(Path(path)) == name

@@ -137,6 +137,23 @@ def test_heads_are_written_through_a_link(port: Path, tmp_path: Path):
         assert sorted(item.name for item in tmp_path.iterdir()) == ["link", "real"]
 
 
+def test_a_base_whose_name_holds_a_dot_is_named_whole(port: Path, tmp_path: Path):
+    (tmp_path / "bloom-1.7b").symlink_to(DEMO / "base")
+    base = ("-p", f"base={tmp_path / 'bloom-1.7b'}")
+    out = tmp_path / "heads"
+    run(port, "train", "--data", str(port / "text.txt"), *SETTINGS, "--steps", "2", "--out", str(out), *base)
+    run(port, "export", "--layout", "modelopt", "--out", str(tmp_path / "export"), "-p", f"heads={out}", *base)
+    assert json.loads((out / "card.json").read_text())["base"] == "bloom-1.7b"
+    for folder in (out, tmp_path / "export"):
+        assert json.loads((folder / "config.json").read_text())["base_model_name_or_path"] == "bloom-1.7b"
+    # of heads that state no base, an export states the port's
+    config = json.loads((out / "config.json").read_text())
+    del config["base_model_name_or_path"]
+    (out / "config.json").write_text(json.dumps(config))
+    run(port, "export", "--layout", "vllm", "--out", str(tmp_path / "vllm"), "-p", f"heads={out}", *base)
+    assert json.loads((tmp_path / "vllm" / "config.json").read_text())["base_model_name_or_path"] == "bloom-1.7b"
+
+
 @pytest.fixture(scope="module")
 def chat_base(tmp_path_factory) -> Path:
     """The demo's base as a chat model, whose user ends with the first word of the answer's beginning."""
@@ -229,6 +246,7 @@ def test_a_check_and_a_tree_of_the_demo(port: Path):
     assert found["verdict"] == "pass"
     assert found["heads"][0]["verdict"] == "fits"
     assert {head["verdict"] for head in found["heads"]} <= {"fits", "undecided"}  # two prompts are few
+    assert not [warning for warning in found["figures"]["warnings"] if "names the base" in warning]
     costs = port / "costs.json"
     costs.write_text(json.dumps({"1": 10, "8": 11, "64": 19, "512": 100}))
     small = run(port, "tree", "--new-tokens", "24", "--costs", str(costs), "--batch", "8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from porting_kit.architectures import read_base_config
 from porting_kit.conversion import checkpoint_tensors, convert_checkpoint, read_head_set
 from porting_kit.errors import ConversionError, HeadsError
 from tests.conversion.rule_models import head_tensors, raw_config, write_model
@@ -411,6 +413,27 @@ def test_heads_of_a_base_by_another_name_are_said(stated: str | None, warned: bo
     write_heads(tmp_path / "heads", head_tensors(1), {"base_model_name_or_path": stated})
     outcome = convert_checkpoint(tmp_path / "base", tmp_path / "out", heads=tmp_path / "heads", dtype="float32")
     assert any(f"names the base {stated}" in warning for warning in outcome.warnings) == warned
+
+
+@pytest.mark.parametrize(
+    ("base", "stated", "warned"),
+    [
+        ("Llama-3.1-8B/config.json", "Llama-3.1-8B", False),
+        ("Llama-3.1-8B/config.json", "Llama-3", True),
+        ("bloom-mini/base/config.json", "bloom-mini", False),
+        ("bloom-mini/base/config.json", "bloom-7b1", True),
+        ("bloom-mini/final/config.json", "bloom-mini", True),
+        ("models/Llama-3.1-8B.Q4_1.gguf", "Llama-3.1-8B.Q4_1", False),
+        ("models/Llama-3.1-8B.Q4_1.gguf", "someone/Llama-3.1-8B", False),
+        ("models/Llama-3.1-8B-BF16.gguf", "Llama-3.1-8B", False),
+        ("Llama-3.1-8B/model.gguf", "Llama-3.1-8B", False),
+        ("models/Llama-3.1-8B.Q4_1.gguf", "Llama-3", True),
+    ],
+)
+def test_a_base_is_known_by_its_whole_name(base: str, stated: str, warned: bool, tmp_path: Path) -> None:
+    write_heads(tmp_path, head_tensors(1), {"base_model_name_or_path": stated})
+    config = replace(read_base_config(raw_config("qwen2")), where=f"/models/{base}")
+    assert bool(read_head_set(tmp_path).compare_base(config)) == warned
 
 
 def test_a_pointer_in_place_of_heads_is_refused(tmp_path: Path) -> None:
