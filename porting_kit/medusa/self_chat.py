@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from porting_kit.errors import HeadsError
-from porting_kit.medusa.self_distillation import build_chat_frame, check_window, find_end_ids
+from porting_kit.medusa.self_distillation import build_chat_frame, check_vocabulary, check_window, find_end_ids
 
 LEAST_ROWS = 32
 """Turns of one batch at least, so that a batch says whether the base gives any."""
@@ -79,6 +79,7 @@ def sample_questions(
             found="a template that begins with them",
             next_step="train on a text (--data)",
         )
+    check_vocabulary(model, [frame.before, frame.after])
     check_window(model, len(frame.before) + len(frame.after), max_tokens)
     special = find_special_ids(tokenizer)
     ends = {*find_end_ids(model), *(special & set(frame.after[:1]))}

@@ -153,8 +153,9 @@ def continue_greedily(
 
     Raises:
         HeadsError: a prompt and its continuation do not fit the base's positions.
-        BaseModelError: a hidden state is not finite.
+        BaseModelError: a token is beyond the base's vocabulary, or a hidden state is not finite.
     """
+    check_vocabulary(model, prompts)
     check_window(model, max(map(len, prompts)), new_tokens)
     end_ids = find_end_ids(model)
     hidden, tokens, done = [], [], 0
@@ -194,6 +195,24 @@ def check_window(model: Any, prompt_tokens: int, new_tokens: int) -> None:
             expected=f"at most {window} tokens together",
             found=f"a prompt of {prompt_tokens} and {new_tokens} new tokens",
             next_step="ask for fewer (--new-tokens), or for shorter prompts",
+        )
+
+
+def check_vocabulary(model: Any, prompts: Sequence[Sequence[int]]) -> None:
+    """Refuse tokens that the base does not have.
+
+    Raises:
+        BaseModelError: there are some.
+    """
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    largest = max(max(prompt, default=0) for prompt in prompts)
+    if largest >= vocab_size:
+        raise BaseModelError(
+            "the tokenizer does not belong to the base model",
+            expected=f"token ids below {vocab_size}, the base's vocabulary",
+            found=f"token id {largest}",
+            where=model.config.name_or_path or type(model).__name__,
+            next_step="put the base's own tokenizer beside the weights",
         )
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import BloomConfig, BloomForCausalLM
 from typer.testing import CliRunner
 
 from porting_kit.cli import app
@@ -304,6 +305,24 @@ def test_a_missing_text_is_said_before_a_base_without_a_tokenizer(
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert said in result.stderr.splitlines()[0]
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_tokenizer_of_another_base_is_refused(port: Path, tmp_path: Path, command: str):
+    """The tokenizer has 2,560 tokens, the base half of them."""
+    sizes = {"vocab_size": 1280, "hidden_size": 32, "n_layer": 1, "n_head": 2}
+    BloomForCausalLM(BloomConfig(**sizes)).save_pretrained(tmp_path / "base")
+    for file in DEMO.glob("base/tokenizer*"):
+        shutil.copy(file, tmp_path / "base")
+    shapes = {"0.0.linear.weight": (32, 32), "0.0.linear.bias": (32,)}
+    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / "heads.safetensors")
+    options = ("-p", f"base={tmp_path / 'base'}", "-p", f"heads={tmp_path / 'heads.safetensors'}")
+    (tmp_path / "text.txt").write_text((port / "text.txt").read_text().replace("\n\n", " "))
+    options += ("--data", str(tmp_path / "text.txt"), "--run-folder", str(tmp_path / "run"))
+    result = call(port, command, *(SETTINGS if command == "train" else ()), *options)
+    assert result.exit_code == 2, result.output
+    assert "the tokenizer does not belong to the base model" in result.output
+    assert f"where: {tmp_path / 'base'}" in result.output
 
 
 @pytest.mark.parametrize(

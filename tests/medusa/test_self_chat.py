@@ -9,7 +9,7 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 
-from porting_kit.errors import HeadsError
+from porting_kit.errors import BaseModelError, HeadsError
 from porting_kit.medusa import training
 from porting_kit.medusa.self_chat import cut_turn, find_special_ids, sample_questions
 from porting_kit.medusa.self_distillation import IGNORED, continue_greedily
@@ -161,6 +161,13 @@ def test_a_base_that_cannot_be_asked_is_refused_before_anything_is_computed(mode
     with pytest.raises(HeadsError, match="chat template") as caught:
         sample(model, make_tokenizer(template))
     assert caught.value.next_step
+
+
+def test_a_template_of_another_base_is_refused_before_anything_is_computed(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(model, "generate", lambda *a, **k: pytest.fail("the base was asked"))
+    monkeypatch.setattr(model.config, "vocab_size", 8)
+    with pytest.raises(BaseModelError, match="tokenizer does not belong"):
+        sample(model, tokenizer)
 
 
 # training

@@ -218,6 +218,14 @@ def test_a_continuation_beyond_the_bases_positions_is_refused(model):
     assert str(window) in str(caught.value)
 
 
+def test_a_tokenizer_of_another_base_is_refused(model):
+    vocab_size = model.config.vocab_size
+    continue_greedily(model, [[3, vocab_size - 1]], new_tokens=2, batch_rows=1, report=lambda line: None)
+    with pytest.raises(BaseModelError, match="tokenizer does not belong") as caught:
+        continue_greedily(model, [[3, 4], [3, vocab_size]], new_tokens=2, batch_rows=1)
+    assert caught.value.found == f"token id {vocab_size}"
+
+
 def test_an_interrupted_run_ends_like_a_whole_one(model, continuations, tmp_path: Path):
     settings = TrainingSettings(**{**vars(SMALL), "steps": 20})
     whole = train_quietly(continuations, model, settings)
