@@ -70,7 +70,8 @@ def build_chat_frame(tokenizer: Any, instruction: str = "") -> Frame:
     """The frame that makes `instruction` followed by a piece of text a chat prompt of this tokenizer.
 
     Raises:
-        HeadsError: the tokenizer has no chat template.
+        HeadsError: the tokenizer has no chat template, or one that fails or does not hold the user's words once, as
+            they are.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise HeadsError(
@@ -80,8 +81,26 @@ def build_chat_frame(tokenizer: Any, instruction: str = "") -> Frame:
             next_step="train on a text alone, without instructions and without --self-chat",
         )
     message = [{"role": "user", "content": f"{instruction}\x00"}]
-    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    where = tokenizer.name_or_path or type(tokenizer).__name__
+    try:
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program, and fails in any way
+        raise HeadsError(
+            "the chat template fails on one user's turn",
+            expected="a template that makes a text of a list of messages",
+            found=f"{type(error).__name__}: {error}",
+            where=where,
+            next_step="correct the base's chat template, or train on a text alone (--data)",
+        ) from error
     parts = text.split("\x00")
+    if len(parts) != 2:
+        raise HeadsError(
+            "the chat template does not hold the user's words once, as they are",
+            expected="the words in one place, with nothing done to them",
+            found=f"the words {len(parts) - 1} times in {text[:200]!r}",
+            where=where,
+            next_step="correct the base's chat template, or train on a text alone (--data)",
+        )
     return Frame(*(tuple(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in parts))
 
 

@@ -12,7 +12,7 @@ from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 from porting_kit.errors import BaseModelError, HeadsError
 from porting_kit.medusa import training
 from porting_kit.medusa.self_chat import cut_turn, find_special_ids, sample_questions
-from porting_kit.medusa.self_distillation import IGNORED, continue_greedily
+from porting_kit.medusa.self_distillation import IGNORED, Frame, build_chat_frame, continue_greedily
 from porting_kit.medusa.training import make_prompts, train_heads, train_on_continuations
 from porting_kit.medusa.training_run import TrainingSettings
 
@@ -161,6 +161,30 @@ def test_a_base_that_cannot_be_asked_is_refused_before_anything_is_computed(mode
     with pytest.raises(HeadsError, match="chat template") as caught:
         sample(model, make_tokenizer(template))
     assert caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "found"),
+    [
+        ("{% for m in messages %}<user>{{ m.content }}<end>{{ m.content }}{% endfor %}", "once", "2 times"),
+        ("{% for m in messages %}<user>fixed<end>{% endfor %}", "once", "0 times"),
+        ("{% for m in messages %}<user>{{ m.content[0].text }}<end>{% endfor %}", "once", "0 times"),
+        ("{% for m in messages %}<user>{{ m.content | tojson }}<end>{% endfor %}", "once", "0 times"),
+        ("{% if bad", "fails", "TemplateSyntaxError"),
+        ("{{ raise_exception('a system turn comes first') }}", "fails", "a system turn comes first"),
+        ("{{ messages[0].content + 1 }}", "fails", "TypeError"),
+    ],
+)
+def test_a_template_that_makes_no_frame_is_refused(template, said, found):
+    with pytest.raises(HeadsError, match=said) as caught:
+        build_chat_frame(make_tokenizer(template))
+    assert found in caught.value.found
+    assert "--data" in caught.value.next_step
+
+
+def test_a_template_may_strip_what_is_around_the_words(tokenizer):
+    trimmed = make_tokenizer(TEMPLATE.replace("message.content", "message.content | trim"))
+    assert build_chat_frame(trimmed) == build_chat_frame(tokenizer) != Frame()
 
 
 def test_a_template_of_another_base_is_refused_before_anything_is_computed(model, tokenizer, monkeypatch):
