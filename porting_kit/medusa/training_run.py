@@ -235,14 +235,24 @@ class TrainingRun:
         write_pickle(file, state)
 
     def _load(self, file: Path) -> None:
-        state = torch.load(file, map_location=self.hidden.device, weights_only=True)
-        if state["settings"] != repr(self.settings):
+        try:
+            state = torch.load(file, map_location=self.hidden.device, weights_only=True)
+            has_own_settings = state["settings"] == repr(self.settings)
+        except Exception as error:  # a damaged file fails in any way
+            raise HeadsError(
+                "the progress of an earlier training cannot be read",
+                expected="the whole file that an interrupted training wrote",
+                found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'an empty file'}",
+                where=file,
+                next_step="start again with --restart, or delete the file",
+            ) from error
+        if not has_own_settings:
             raise HeadsError(
                 "the checkpoint belongs to other settings",
                 expected=repr(self.settings),
                 found=state["settings"],
                 where=file,
-                next_step="use the settings it was made with, or delete it to start again",
+                next_step="use the settings it was made with, or start again with --restart, or delete the file",
             )
         self.step, self.losses = state["step"], state["losses"]
         self.heads.load_state_dict(state["heads"])

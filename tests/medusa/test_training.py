@@ -251,6 +251,22 @@ def test_an_interrupted_run_ends_like_a_whole_one(model, continuations, tmp_path
         train_quietly(continuations, model, TrainingSettings(**{**vars(SMALL), "steps": 21}), checkpoint=file)
 
 
+@pytest.mark.parametrize("kept_share", [0.0, 0.5, 0.99])
+def test_damaged_progress_is_said_and_kept(model, continuations, tmp_path: Path, kept_share):
+    file = tmp_path / "run.pt"
+    settings = TrainingSettings(**{**vars(SMALL), "steps": 2})
+    train_quietly(continuations, model, settings, checkpoint=file)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(kept_share * len(whole))])
+    with pytest.raises(HeadsError, match="progress of an earlier training cannot be read") as caught:
+        train_quietly(continuations, model, settings, checkpoint=file)
+    assert "--restart" in caught.value.next_step
+    assert caught.value.where == str(file)
+    assert file.exists()  # what is in it, the user decides
+    file.write_bytes(whole)
+    train_quietly(continuations, model, settings, checkpoint=file)
+
+
 def test_of_several_learning_rates_the_better_one_is_used(model, continuations):
     settings = TrainingSettings(**{**vars(SMALL), "learning_rates": (1e-6, 3e-3), "trial_steps": 20, "steps": 20})
     trained = train_quietly(continuations, model, settings)
