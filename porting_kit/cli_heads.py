@@ -36,14 +36,15 @@ def build_heads_app(report: Report, parse_overrides: Callable[[Any], dict[str, A
         pretty_exceptions_enable=False,
     )
 
-    def open_run(port_file: Path, run_folder: Path | None, parameter: list[str] | None) -> Any:
+    def open_run(port_file: Path, run_folder: Path | None, parameter: list[str] | None, **defaults: Any) -> Any:
         from porting_kit.steps.context import open_port_run
 
         # Processes of one torchrun make the folder at the same time: one may see it half made.
         attempts = 1 if int(os.environ.get("WORLD_SIZE", "1")) == 1 else 30
         for attempt in range(attempts):
             try:
-                return open_port_run(port_file, run_folder=run_folder, overrides=parse_overrides(parameter))
+                overrides = parse_overrides(parameter)
+                return open_port_run(port_file, run_folder=run_folder, overrides=overrides, defaults=defaults)
             except RunFolderError:
                 if attempt == attempts - 1:
                     raise
@@ -103,7 +104,8 @@ def build_heads_app(report: Report, parse_overrides: Callable[[Any], dict[str, A
         }
 
         def call() -> Any:
-            run = open_run(port_file, run_folder, parameter)
+            # training reads no heads, so a port file without any is whole
+            run = open_run(port_file, run_folder, parameter, heads=str(out or "heads"))
             return train_port_heads(run, data, out=out, settings=settings, restart=restart, say=_say)
 
         report(call, format_training, as_json)

@@ -230,12 +230,15 @@ class Port(_Section):
         return self.model_dump(mode="json", include=set(names))
 
 
-def load_port(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Port:
+def load_port(
+    path: str | Path, overrides: Mapping[str, Any] | None = None, *, defaults: Mapping[str, Any] | None = None
+) -> Port:
     """Read and validate a port file.
 
     Args:
         path: the YAML file.
         overrides: values by field name, dotted for fields of a section (`target.tp_size`); None values are ignored.
+        defaults: fields that the file may lack, by name.
 
     Raises:
         PortFileError: no such file, not YAML, an unknown key, or a value of the wrong kind.
@@ -268,7 +271,7 @@ def load_port(path: str | Path, overrides: Mapping[str, Any] | None = None) -> P
             where=file,
             next_step="write it as key: value",
         )
-    return make_port(document, overrides, folder=file.resolve().parent, where=file)
+    return make_port({**(defaults or {}), **document}, overrides, folder=file.resolve().parent, where=file)
 
 
 def make_port(

@@ -116,7 +116,11 @@ def _fingerprint_checkpoint(folder: Path) -> str:
 
 
 def open_port_run(
-    port_file: str | Path, *, run_folder: str | Path | None = None, overrides: Mapping[str, Any] | None = None
+    port_file: str | Path,
+    *,
+    run_folder: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> PortRun:
     """Load a port file and open its run folder.
 
@@ -124,12 +128,13 @@ def open_port_run(
         port_file: the YAML file.
         run_folder: where results go; `runs/<name>` under the working directory when None or empty.
         overrides: field values by (dotted) name; None values are ignored.
+        defaults: fields that the port file may lack.
 
     Raises:
         PortFileError: the port file or an override cannot be used.
         RunFolderError: the folder belongs to something else.
     """
-    port = load_port(port_file, overrides)
+    port = load_port(port_file, overrides, defaults=defaults)
     use_port_family(port)
     root = Path(run_folder) if run_folder else Path(RUNS_FOLDER) / port.name
     _let_first_rank_open(root)

@@ -155,6 +155,22 @@ def test_a_base_whose_name_holds_a_dot_is_named_whole(port: Path, tmp_path: Path
     assert json.loads((tmp_path / "vllm" / "config.json").read_text())["base_model_name_or_path"] == "bloom-1.7b"
 
 
+def test_a_port_without_heads_can_be_trained_and_then_checked(port: Path, tmp_path: Path):
+    document = yaml.safe_load((port / "port.yaml").read_text())
+    del document["heads"]
+    (tmp_path / "port.yaml").write_text(yaml.safe_dump(document))
+    data = ("--data", str(port / "text.txt"), *SETTINGS)
+    assert "run/heads/trained" in run(tmp_path, "train", *data)["folder"]
+    refused = call(tmp_path, "check", "--run-folder", str(tmp_path / "run"))
+    assert refused.exit_code == 2
+    assert "lacks the key 'heads'" in refused.output
+    trained = tmp_path / "run" / "heads" / "trained"
+    named = {"heads": str(trained), "tree": str(trained / "tree.json")}
+    (tmp_path / "port.yaml").write_text(yaml.safe_dump({**document, **named}))
+    assert call(tmp_path, "check", "--run-folder", str(tmp_path / "run")).exit_code in (0, 1)
+    assert json.loads((tmp_path / "run" / "heads" / "check.json").read_text())["layout"] == "original"
+
+
 @pytest.fixture(scope="module")
 def chat_base(tmp_path_factory) -> Path:
     """The demo's base as a chat model, whose user ends with the first word of the answer's beginning."""
