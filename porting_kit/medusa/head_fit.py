@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from porting_kit.errors import HeadsError
 from porting_kit.medusa.head_ranks import CHUNK_POSITIONS, UNKNOWN_RANK
+from porting_kit.medusa.heads import apply_output_matrix
 from porting_kit.medusa.self_distillation import IGNORED, Continuations
 
 TRAINED_ACTIVATION = "silu"
@@ -181,7 +182,7 @@ def _read_head(
         weight, bias = heads.read(f"{prefix}.weight"), heads.read(f"{prefix}.bias")
         layers.append((weight.to(device).float(), bias.to(device).float()))
     if not heads.own_output:
-        return layers, lambda states: output_matrix(states.to(output_matrix.weight.dtype)).float()
+        return layers, lambda states: apply_output_matrix(output_matrix, states).float()
     matrix = heads.read(f"medusa_heads.{head}.lm_head.weight").to(device)
     matrix = matrix.float() if device.type == "cpu" else matrix
     return layers, lambda states: functional.linear(states.to(matrix.dtype), matrix).float()

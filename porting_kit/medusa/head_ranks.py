@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from porting_kit.medusa.heads import MedusaHeads
+from porting_kit.medusa.heads import MedusaHeads, apply_output_matrix
 from porting_kit.medusa.self_distillation import IGNORED, Continuations
 
 UNKNOWN_RANK = -1
@@ -48,7 +48,7 @@ def measure_ranks(heads: MedusaHeads, continuations: Continuations, output_matri
     parts = []
     flat_targets = targets.flatten(0, 1).split(CHUNK_POSITIONS)
     for hidden, target in zip(continuations.hidden.flatten(0, 1).split(CHUNK_POSITIONS), flat_targets, strict=True):
-        logits = heads(hidden.float(), lambda x: output_matrix(x.to(output_matrix.weight.dtype)).float())  # [M, B, V]
+        logits = heads(hidden.float(), lambda x: apply_output_matrix(output_matrix, x).float())  # [M, B, V]
         known = target.T != IGNORED
         of_target = logits.gather(-1, target.T.clamp(min=0).unsqueeze(-1))
         ranks = (logits > of_target).sum(-1)

@@ -92,6 +92,19 @@ class MedusaHeads(nn.ModuleList):
         return outputs if self.variant == "v1" else output_matrix(outputs)
 
 
+def apply_output_matrix(output_matrix: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """Logits of heads that share the base's output matrix, in its type, without the bias that some bases add.
+
+    Phi and GPT-J do; the heads of TensorRT-LLM have none (tensorrt_llm/models/medusa/model.py, 0.8 to 0.17: `lm_head`
+    with bias=False).
+
+    Args:
+        output_matrix: the base's `lm_head`, weight [V, E].
+        states: [..., E] -> [..., V].
+    """
+    return nn.functional.linear(states.to(output_matrix.weight.dtype), output_matrix.weight)
+
+
 def save_heads(heads: MedusaHeads, folder: Path, *, base_name: str, dtype: torch.dtype = torch.float16) -> None:
     """Write `medusa_lm_head.safetensors` and `config.json` as the original project lays them out.
 

@@ -267,12 +267,13 @@ class TrainingRun:
 def mean_loss(
     heads: MedusaHeads, hidden: torch.Tensor, targets: torch.Tensor, output_matrix: torch.nn.Module
 ) -> torch.Tensor:
-    """Mean cross-entropy over heads and positions; hidden [B, E], targets int64 [B, M]."""
+    """Mean cross-entropy over heads and positions; hidden [B, E], targets int64 [B, M].
+
+    The base's bias, where it has one, is left out, see `apply_output_matrix`.
+    """
     # the base's type may be fp16, whose gradients underflow; under autocast `float` costs only this copy
     weight = output_matrix.weight.float() if not torch.is_autocast_enabled(hidden.device.type) else output_matrix.weight
-    bias = getattr(output_matrix, "bias", None)
-    bias = None if bias is None else bias.to(weight.dtype)
-    logits = heads(hidden.float(), lambda states: torch.nn.functional.linear(states, weight, bias))
+    logits = heads(hidden.float(), lambda states: torch.nn.functional.linear(states, weight))
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.T.flatten(), ignore_index=IGNORED)
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM
+from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM, PhiConfig, PhiForCausalLM
 
 from porting_kit.errors import BaseModelError, HeadsError, TreeError
 from porting_kit.medusa.head_fit import read_fit
 from porting_kit.medusa.head_ranks import UNKNOWN_RANK, measure_accuracy, measure_ranks, replay_steps
-from porting_kit.medusa.heads import HEADS_FILE, load_heads
+from porting_kit.medusa.heads import HEADS_FILE, MedusaHeads, load_heads
 from porting_kit.medusa.self_distillation import (
     IGNORED,
     WINDOW_TOKENS,
@@ -350,6 +350,36 @@ class HeadsOf:
     def read(self, name: str) -> torch.Tensor:
         _, head, _, layer, linear, part = name.split(".")
         return self.state[f"{head}.{layer}.{linear}.{part}"]
+
+
+def test_heads_leave_out_the_bias_that_a_base_adds_to_its_logits():
+    """As TensorRT-LLM's do. Phi's output matrix has one; here it decides much of what the base says."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    model = PhiForCausalLM(PhiConfig(**sizes, num_hidden_layers=1, eos_token_id=None)).eval().requires_grad_(False)
+    output = model.get_output_embeddings()
+    torch.nn.init.normal_(output.weight)
+    torch.nn.init.normal_(output.bias, std=8.0)
+    prompts = torch.randint(32, (16, 4)).tolist()
+    said = continue_greedily(model, prompts, new_tokens=6, batch_rows=16, report=lambda line: None)
+    heads = MedusaHeads(32, 32, num_heads=2).requires_grad_(False)
+    for head in heads:
+        torch.nn.init.normal_(head[0].linear.weight, std=0.3)
+
+    targets = said.targets(2)
+
+    def rank(logits: torch.Tensor) -> torch.Tensor:
+        own = logits.gather(-1, targets.movedim(-1, 0).clamp(min=0).unsqueeze(-1))
+        return (logits > own).sum(-1).movedim(0, -1).masked_fill(targets == IGNORED, UNKNOWN_RANK)
+
+    states = torch.stack([head(said.hidden) for head in heads])
+    logits = states @ output.weight.T
+    assert not torch.equal(rank(logits), rank(logits + output.bias))  # seeded fault
+    assert torch.equal(measure_ranks(heads, said, output), rank(logits))
+    assert torch.equal(read_fit(HeadsOf(heads), said, output).ranks, rank(logits))
+    flat = logits.flatten(1, 2).transpose(0, 1).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED)
+    assert held_out_loss(heads, said, output) == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_demo_heads_are_accepted_and_alibi_matters():
