@@ -1,6 +1,7 @@
 """The command line: one thin command per step, `run` for all of them.
 
-Exit codes: 0 the verdict is pass; 1 it is fail or refused; 2 the input is unusable; 3 the machine lacks something.
+Exit codes: 0 the verdict is pass; 1 it is fail or refused; 2 the input is unusable; 3 the machine lacks something;
+130 it was interrupted.
 `--json` prints one document on stdout; everything else goes to stderr. Each command is one function of
 `porting_kit.steps`, imported when it is called, so that `preflight` starts without torch.
 """
@@ -364,6 +365,8 @@ def _report(call: Callable[[], Any], format_result: Callable[[Any], str], as_jso
         if is_first:
             print(f"error: {error.message}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from error
+    except EOFError as error:  # typer would take it for a user who left a prompt: "Aborted", exit code 1
+        raise RuntimeError("a file ended too early") from error
     outcome: StepOutcome = result.outcome
     if is_first:
         print(json.dumps(result.document(), indent=2, default=str) if as_json else format_result(result))
@@ -377,9 +380,11 @@ def main() -> None:
     """The console entry point. A crash that is no known error prints its traceback and exits with 70."""
     try:
         app()
-    except KeyboardInterrupt:
-        print("interrupted; what was written is complete or absent, rerun to continue", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == 130 and os.environ.get("RANK", "0") == "0":  # typer's, for an interrupt, without a word
+            said = "what was written is complete or absent: the same command goes on where it can, or starts again"
+            print(f"interrupted; {said}", file=sys.stderr)
+        raise
     except Exception:
         traceback.print_exc()
         print("this is a defect of porting-kit: please report the lines above", file=sys.stderr)

@@ -6,8 +6,11 @@ This module knows neither texts nor a base model, only hidden states, what must 
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,7 +164,8 @@ class TrainingRun:
         every = max(1, self.steps // 10)
         try:
             while self.step < self.steps:
-                loss = self._take_step()
+                with whole_step() if self.world_size == 1 else nullcontext():
+                    loss = self._take_step()
                 if self.step % every == 0 or self.step in (1, self.steps):
                     self._record(loss.item(), report)
                     if checkpoint is not None and self.rank == 0:
@@ -262,6 +266,31 @@ class TrainingRun:
         if self.rank:
             # The file has the first process's order; another one must not draw the same positions.
             self.shuffle.manual_seed((self.settings.seed + self.step) * self.world_size + self.rank)
+
+
+@contextmanager
+def whole_step() -> Iterator[None]:
+    """An interrupt (SIGINT) takes effect at the end; what is saved then is what an uninterrupted run had there.
+
+    Signals reach the main thread alone, so in another one there is nothing to do.
+    """
+    earlier = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or earlier is None:
+        yield
+        return
+    came = False
+
+    def wait(number: int, frame: object) -> None:
+        nonlocal came
+        came = True
+
+    signal.signal(signal.SIGINT, wait)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def mean_loss(

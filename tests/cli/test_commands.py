@@ -13,10 +13,11 @@ import yaml
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from porting_kit.cli import app
+from porting_kit.cli import app, main
 from porting_kit.diagnosis import seed_fault
 from porting_kit.engine.captured import write_captured_tokens
 from porting_kit.medusa.decoding import generate_medusa
+from porting_kit.steps import preflight
 from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.context import open_port_run
 from porting_kit.steps.prompts import CAPTURED_PAGE, RANDOM_LENGTHS
@@ -260,3 +261,25 @@ def test_preflight_warns_of_a_window_that_sequences_outgrow(tmp_path):
     assert (code, document["failing_gate"]) == (1, "sliding window")
     options = ("-p", "target.max_seq_len=16", "-p", "target.max_input_len=8")
     assert call("preflight", tmp_path / "port.yaml", *options)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (KeyboardInterrupt, 130, "interrupted; what was written is complete or absent"),
+        (EOFError, 70, "this is a defect of porting-kit"),
+        (ZeroDivisionError, 70, "this is a defect of porting-kit"),
+    ],
+)
+def test_what_ends_a_command_is_said(port: PortFolder, monkeypatch, capsys, raised, code, said):
+    """typer leaves an interrupt without a word, and takes the end of a file for a user who gave up: exit code 1."""
+
+    def fail(*given, **named):
+        raise raised
+
+    monkeypatch.setattr(preflight, "check_port_file", fail)
+    monkeypatch.setattr(sys, "argv", ["porting-kit", "preflight", str(port.file)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == code
+    assert said in capsys.readouterr().err

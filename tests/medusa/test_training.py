@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -249,6 +251,35 @@ def test_an_interrupted_run_ends_like_a_whole_one(model, continuations, tmp_path
         torch.testing.assert_close(tensor, whole.heads.state_dict()[name])
     with pytest.raises(HeadsError, match="other settings"):
         train_quietly(continuations, model, TrainingSettings(**{**vars(SMALL), "steps": 21}), checkpoint=file)
+
+
+def test_an_interrupt_in_the_middle_of_a_step_takes_effect_behind_it(model, continuations, tmp_path: Path):
+    """Ctrl-C when the optimizer has moved the heads and the step is not yet counted."""
+    settings, file = TrainingSettings(**{**vars(SMALL), "steps": 20}), tmp_path / "run.pt"
+
+    def start() -> TrainingRun:
+        return TrainingRun(continuations, model.get_output_embeddings(), settings, 3e-3, 20)
+
+    whole, broken, resumed = start(), start(), start()
+    whole.train(report=lambda line: None)
+    broken.optimizer.register_step_post_hook(
+        lambda *given: signal.raise_signal(signal.SIGINT) if broken.step == 6 else None
+    )
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        broken.train(checkpoint=file, report=lambda line: None)
+    assert signal.getsignal(signal.SIGINT) is handler
+    lines = []
+    resumed.train(checkpoint=file, report=lines.append)
+    assert lines[0] == "continuing from step 7"
+    for name, tensor in resumed.heads.state_dict().items():
+        assert torch.equal(tensor, whole.heads.state_dict()[name])
+
+
+def test_a_training_outside_the_main_thread_needs_no_signals(model, continuations):
+    settings = TrainingSettings(**{**vars(SMALL), "steps": 2})
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(train_quietly, continuations, model, settings).result().losses
 
 
 @pytest.mark.parametrize("kept_share", [0.0, 0.5, 0.99])
