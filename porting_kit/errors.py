@@ -6,7 +6,8 @@ This module does not know what any step does; it only words what went wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 LISTED_ITEMS = 10
@@ -79,6 +80,15 @@ class PortingKitError(Exception):
             "items": list(self.items),
             "next_step": self.next_step,
         }
+
+
+@contextmanager
+def placed(where: object) -> Iterator[None]:
+    """Errors inside that name no place get this one."""
+    try:
+        yield
+    except PortingKitError as error:
+        raise error.at(where) from error
 
 
 class PortFileError(PortingKitError):

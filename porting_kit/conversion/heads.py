@@ -111,13 +111,13 @@ class HeadSet:
             )
         if self.vocab_size is not None and self.vocab_size != base.vocab_size:
             smaller, larger = sorted((self.vocab_size, base.vocab_size))
-            odd = "the heads" if self.vocab_size == smaller else "the base"
+            odd = "the heads lack" if self.vocab_size == smaller else "the base lacks"
             raise HeadsError(
                 "the heads and the base have different vocabularies",
                 expected=f"{base.vocab_size} rows (the base)",
                 found=f"{self.vocab_size} rows (the heads)",
                 where=self.where,
-                next_step=f"{odd} lack {larger - smaller} rows: train the heads on this base, "
+                next_step=f"{odd} {larger - smaller} rows: train the heads on this base, "
                 "or add rows for the new tokens to the smaller file",
             )
 

@@ -135,9 +135,9 @@ def read_fit(heads: HeadTensors, continuations: Continuations, output_matrix: to
     if not bool((following[:, M] != IGNORED).any()):
         raise HeadsError(
             "the base's continuations are too short to ask the heads",
-            expected=f"more than {M + 1} tokens before the end of a text",
+            expected=f"at least {M + 1} tokens before the end of a text",
             found=f"{continuations.rows} texts, all shorter",
-            next_step="ask for more tokens, or give other prompts",
+            next_step="ask for more tokens (--new-tokens), or give other prompts",
         )
     readings, ranks, digests = [], [], {}
     notes: list[str] = []

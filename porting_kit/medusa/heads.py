@@ -22,6 +22,7 @@ from porting_kit.errors import HeadsError
 from porting_kit.run_folder import read_json, write_json, write_tensors
 
 HEADS_FILE = "medusa_lm_head.safetensors"
+STORED_DTYPE = torch.float16
 HeadVariant = Literal["v1", "v2"]
 OutputMatrix = Callable[[torch.Tensor], torch.Tensor]
 
@@ -105,7 +106,7 @@ def apply_output_matrix(output_matrix: nn.Module, states: torch.Tensor) -> torch
     return nn.functional.linear(states.to(output_matrix.weight.dtype), output_matrix.weight)
 
 
-def save_heads(heads: MedusaHeads, folder: Path, *, base_name: str, dtype: torch.dtype = torch.float16) -> None:
+def save_heads(heads: MedusaHeads, folder: Path, *, base_name: str, dtype: torch.dtype = STORED_DTYPE) -> None:
     """Write `medusa_lm_head.safetensors` and `config.json` as the original project lays them out.
 
     Raises:
@@ -170,5 +171,5 @@ def _refuse_non_finite(tensors: dict[str, torch.Tensor], folder: Path) -> None:
             expected="finite numbers",
             where=folder,
             items=bad,
-            next_step="train again with a lower learning rate, or store in a type of wider range",
+            next_step="train again with a lower learning rate (--learning-rate)",
         )

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 
 from porting_kit.errors import HeadsError
-from porting_kit.medusa.self_distillation import build_chat_frame, check_vocabulary, check_window, find_end_ids
+from porting_kit.medusa.self_distillation import (
+    build_chat_frame,
+    check_vocabulary,
+    check_window,
+    find_end_ids,
+    find_origin,
+)
 
 LEAST_ROWS = 32
 """Turns of one batch at least, so that a batch says whether the base gives any."""
@@ -77,10 +83,11 @@ def sample_questions(
             "the chat template has nothing before the user's words, so the base cannot be asked for them",
             expected="a template that marks the beginning of a user's turn",
             found="a template that begins with them",
+            where=find_origin(model),
             next_step="train on a text (--data)",
         )
     check_vocabulary(model, [frame.before, frame.after])
-    check_window(model, len(frame.before) + len(frame.after), max_tokens)
+    check_window(model, len(frame.before) + len(frame.after), max_tokens, "ask for fewer (--self-chat-tokens)")
     special = find_special_ids(tokenizer)
     ends = {*find_end_ids(model), *(special & set(frame.after[:1]))}
     prompts: dict[tuple[int, ...], None] = {}
@@ -90,7 +97,7 @@ def sample_questions(
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         while len(prompts) < count:
-            _require_gain(gains, dropped)
+            _require_gain(gains, dropped, find_origin(model))
             had, rows = len(prompts), min(batch_rows, max(LEAST_ROWS, 2 * (count - len(prompts))))
             for row in _sample(model, frame.before, rows, max_tokens, temperature, top_p, ends):
                 turn = cut_turn(row, ends, frame.after)
@@ -152,7 +159,7 @@ def _sample(
     return sequences[:, len(before) :].tolist()
 
 
-def _require_gain(gains: Sequence[tuple[int, int]], dropped: Counter[str]) -> None:
+def _require_gain(gains: Sequence[tuple[int, int]], dropped: Counter[str], where: str) -> None:
     """Refuse to go on where the last batches gave nearly nothing."""
     sampled, won = (sum(column) for column in zip(*gains[-JUDGED_BATCHES:], strict=True)) if gains else (0, 0)
     if len(gains) >= JUDGED_BATCHES and won < LEAST_KEPT_SHARE * sampled:
@@ -161,6 +168,7 @@ def _require_gain(gains: Sequence[tuple[int, int]], dropped: Counter[str]) -> No
             "the base writes hardly any user's turn that is whole and new",
             expected=f"at least {LEAST_KEPT_SHARE:.0%} of the turns sampled",
             found=f"{won} of the last {sampled}; of all {sum(rows for rows, _ in gains)}: {reasons}",
+            where=where,
             next_step="self-made prompts need a chat model: train on a text (--data) if it is none, else ask for fewer "
             "(--self-chat), hotter (--self-chat-temperature) or longer ones (--self-chat-tokens)",
         )

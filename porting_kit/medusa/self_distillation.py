@@ -144,7 +144,7 @@ def cut_prompts(
             "the texts give no training prompt: each is shorter than one window",
             expected=f"a text of at least {min(lengths_tokens)} tokens",
             found=f"{len(texts)} texts, all shorter",
-            next_step="give longer texts, or ask for shorter prompts (--prompt-tokens)",
+            next_step="give longer texts, or, to train, ask for shorter prompts (--prompt-tokens)",
         )
     return [list(prompt) for prompt in prompts][:limit]
 
@@ -190,6 +190,7 @@ def continue_greedily(
                 "the base model's hidden states are not finite",
                 expected="finite numbers",
                 found=f"NaN or infinity in {str(states.dtype).removeprefix('torch.')}",
+                where=find_origin(model),
                 next_step="check the base's weights, or run it in bfloat16 or float32",
             )
         hidden.append(states)
@@ -200,8 +201,13 @@ def continue_greedily(
     return Continuations(torch.cat(hidden)[mix], torch.cat(tokens)[mix])
 
 
-def check_window(model: Any, prompt_tokens: int, new_tokens: int) -> None:
-    """Refuse a continuation that is longer than the positions the base was made for.
+def check_window(
+    model: Any,
+    prompt_tokens: int,
+    new_tokens: int,
+    advice: str = "ask for fewer (--new-tokens), or for shorter prompts",
+) -> None:
+    """Refuse a continuation that is longer than the positions the base was made for, with advice what to do.
 
     Raises:
         HeadsError: it is.
@@ -213,8 +219,14 @@ def check_window(model: Any, prompt_tokens: int, new_tokens: int) -> None:
             "a prompt and its continuation do not fit the base's positions",
             expected=f"at most {window} tokens together",
             found=f"a prompt of {prompt_tokens} and {new_tokens} new tokens",
-            next_step="ask for fewer (--new-tokens), or for shorter prompts",
+            where=find_origin(model),
+            next_step=advice,
         )
+
+
+def find_origin(model: Any) -> str:
+    """The place that a model was loaded from, or its kind where it comes from none."""
+    return model.config.name_or_path or type(model).__name__
 
 
 def check_vocabulary(model: Any, prompts: Sequence[Sequence[int]]) -> None:
@@ -230,7 +242,7 @@ def check_vocabulary(model: Any, prompts: Sequence[Sequence[int]]) -> None:
             "the tokenizer does not belong to the base model",
             expected=f"token ids below {vocab_size}, the base's vocabulary",
             found=f"token id {largest}",
-            where=model.config.name_or_path or type(model).__name__,
+            where=find_origin(model),
             next_step="put the base's own tokenizer beside the weights",
         )
 

@@ -18,7 +18,7 @@ import torch
 
 from porting_kit.errors import HeadsError
 from porting_kit.medusa.head_ranks import measure_accuracy, measure_ranks
-from porting_kit.medusa.heads import HeadVariant, MedusaHeads
+from porting_kit.medusa.heads import STORED_DTYPE, HeadVariant, MedusaHeads
 from porting_kit.medusa.self_distillation import IGNORED, Continuations
 from porting_kit.run_folder import write_pickle
 
@@ -213,14 +213,26 @@ class TrainingRun:
                 "training of the Medusa heads diverged",
                 expected="a finite loss",
                 found=f"{loss} at step {self.step}",
-                next_step="use a lower learning rate",
+                next_step="use a lower learning rate (--learning-rate)",
             )
         self.losses.append((self.step, loss))
         line = f"step {self.step}/{self.steps}: loss {loss:.4f}, {time.monotonic() - self.started:.0f} s"
         if self.watched is not None:
+            self._require_storable()
             shares = measure_accuracy(measure_ranks(self.heads, self.watched, self.output_matrix))
             line += ", top-1 by head " + " ".join(f"{head.top1:.3f}" for head in shares)
         report(line)
+
+    def _require_storable(self) -> None:
+        """Refuse weights that the file cannot hold as soon as there are some; those of a trial are not stored."""
+        largest = max(float(parameter.detach().abs().max()) for parameter in self.heads.parameters())
+        if not largest <= torch.finfo(STORED_DTYPE).max:
+            raise HeadsError(
+                "training of the Medusa heads diverged",
+                expected=f"weights that {str(STORED_DTYPE).removeprefix('torch.')} can hold",
+                found=f"one of {largest:.3g} at step {self.step}",
+                next_step="use a lower learning rate (--learning-rate)",
+            )
 
     def _rate_share(self, step: int) -> float:
         warm = min(self.settings.warmup_steps, max(1, self.steps // 10))

@@ -19,7 +19,7 @@ from porting_kit.alignment.streamed_reference import needs_streaming, open_strea
 from porting_kit.architectures import name_base
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.heads_export import export_tensors, find_export_layout, write_export
-from porting_kit.errors import HeadsError
+from porting_kit.errors import HeadsError, placed
 from porting_kit.medusa.head_fit import HeadFit, read_fit
 from porting_kit.medusa.self_distillation import continue_greedily, cut_prompts
 from porting_kit.medusa.training_text import read_text
@@ -122,7 +122,8 @@ def check_port_heads(
         asked, source = tokenize_prompts(run.port, reference.tokenizer, reference.vocab_size)
         asked = asked[:prompts]
     else:
-        asked = cut_prompts(reference.tokenizer, texts, lengths_tokens=PROMPT_TOKENS, limit=prompts, seed=0)
+        with placed(data):
+            asked = cut_prompts(reference.tokenizer, texts, lengths_tokens=PROMPT_TOKENS, limit=prompts, seed=0)
         source = data.name
     rows = len(asked) if is_streamed else 64
     said = continue_greedily(reference.model, asked, new_tokens=new_tokens, batch_rows=rows, report=say)

@@ -19,7 +19,7 @@ import torch
 from porting_kit.alignment.gguf_settings import load_tokenizer
 from porting_kit.alignment.reference import load_reference
 from porting_kit.architectures import name_base
-from porting_kit.errors import HeadsError, RunFolderError
+from porting_kit.errors import HeadsError, RunFolderError, placed
 from porting_kit.medusa.heads import HEADS_FILE, HeadVariant
 from porting_kit.medusa.self_distillation import build_chat_frame
 from porting_kit.medusa.training import TRAINED_FILES, TrainedHeads, train_heads, write_trained_heads
@@ -108,16 +108,17 @@ def train_port_heads(
     with _processes() as (rank, world):
         device = f"cuda:{rank % torch.cuda.device_count()}" if has_gpu else "cpu"
         reference = load_reference(run.port.base_path, dtype=run.port.dtype if has_gpu else "float32", device=device)
-        trained = train_heads(
-            reference.model,
-            reference.tokenizer,
-            texts,
-            chosen,
-            checkpoint=progress,
-            report=say if rank == 0 else _be_silent,
-            rank=rank,
-            world_size=world,
-        )
+        with placed(data or run.port.base_path):
+            trained = train_heads(
+                reference.model,
+                reference.tokenizer,
+                texts,
+                chosen,
+                checkpoint=progress,
+                report=say if rank == 0 else _be_silent,
+                rank=rank,
+                world_size=world,
+            )
         if rank == 0:
             card: dict[str, Any] = {"base_files": identity["base"]}
             card |= {} if data is None else {"data": {"file": data.name, "sha256": identity["text"]}}

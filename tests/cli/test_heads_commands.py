@@ -400,6 +400,10 @@ def test_a_file_in_place_of_the_heads_folder_is_refused_at_once(port: Path, tmp_
     [
         (("train", "--data", "missing.txt"), "the text cannot be read"),
         (("train", "--data", "{short}"), "shorter than one window"),
+        (("train", "--data", "{short}"), "where: {short}"),
+        (("check", "--data", "{short}"), "where: {short}"),
+        (("train", "--data", "{text}", "--prompts", "3"), "too few continuations"),
+        (("train", "--data", "{text}", "--prompts", "3"), "where: {text}"),
         (("train", "--data", "{text}", "--steps", "0"), "training settings cannot be used"),
         (("train", "--prompts", "0"), "nothing to train on"),
         (("train", "--self-chat", "8"), "no text and 24 prompts"),
@@ -410,6 +414,7 @@ def test_a_file_in_place_of_the_heads_folder_is_refused_at_once(port: Path, tmp_
         (("train", "--data", "{text}", "--variant", "v3"), "variant: v3, none of v1, v2"),
         (("train", "--data", "{text}", "--out", "{short}/heads"), "cannot be written"),
         (("check", "--new-tokens", "100000"), "do not fit the base's positions"),
+        (("train", "--data", "{text}", "--new-tokens", "100000"), "where: {base}"),
         (("train", "--data", "{text}", "--out", "{occupied}"), "did not write"),
         (("export", "--layout", "vlm", "--out", "{new}"), "did you mean 'vllm'"),
         (("tree", "--max-nodes", "65"), "limits leave no tree"),
@@ -422,10 +427,15 @@ def test_bad_input_is_refused(port: Path, tmp_path: Path, arguments: tuple[str, 
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "occupied").mkdir()
     (tmp_path / "occupied" / "mine.txt").write_text("x")
-    names = {"short": tmp_path / "short.txt", "text": port / "text.txt", "occupied": tmp_path / "occupied"}
+    names = {
+        "short": tmp_path / "short.txt",
+        "text": port / "text.txt",
+        "occupied": tmp_path / "occupied",
+        "base": DEMO / "base",
+    }
     filled = [argument.format(**names, new=tmp_path / "new") for argument in arguments]
     settings = [*SETTINGS] if filled[0] == "train" else []
     result = call(port, filled[0], *settings, *filled[1:], "--run-folder", str(tmp_path / "run"))
     assert result.exit_code == 2, result.output
-    assert said in result.output
+    assert said.format(**names) in result.output
     assert not (tmp_path / "new").exists()

@@ -321,7 +321,12 @@ def test_a_reduced_vocabulary_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "said"),
-    [({"hidden": 48}, "another hidden size"), ({"vocab": 36}, "different vocabularies")],
+    [
+        ({"hidden": 48}, "another hidden size"),
+        ({"vocab": 36}, "different vocabularies"),
+        ({"vocab": 30}, "the heads lack 7 rows"),
+        ({"vocab": 44}, "the base lacks 7 rows"),
+    ],
 )
 def test_heads_of_another_base_are_refused(sizes: dict, said: str, base: Path, tmp_path: Path) -> None:
     heads = read_head_set(write_heads(tmp_path / "heads", head_tensors(2, **sizes)))

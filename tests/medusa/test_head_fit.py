@@ -207,8 +207,11 @@ def test_heads_that_share_layers_are_noted(base: Base):
 
 def test_texts_that_are_too_short_are_refused(base: Base, trained: MedusaHeads):
     short = Continuations(base.continuations.hidden[:, :2], base.tokens[:, :3])
-    with pytest.raises(HeadsError, match="too short to ask"):
+    with pytest.raises(HeadsError, match="too short to ask") as caught:
         read_fit(Tensors(trained), short, base.matrix)
+    assert caught.value.expected.startswith("at least 4 tokens")
+    enough = Continuations(base.continuations.hidden[:, :3], base.tokens[:, :4])
+    assert read_fit(Tensors(trained), enough, base.matrix).readings[M - 1].positions == ROWS
 
 
 def test_the_spread_of_noise_is_one_and_of_a_learnt_matrix_is_not():

@@ -187,6 +187,12 @@ def test_a_template_may_strip_what_is_around_the_words(tokenizer):
     assert build_chat_frame(trimmed) == build_chat_frame(tokenizer) != Frame()
 
 
+def test_turns_that_are_too_long_are_refused_by_their_own_option(model, tokenizer):
+    with pytest.raises(HeadsError, match="do not fit") as caught:
+        sample(model, tokenizer, max_tokens=10_000)
+    assert caught.value.next_step == "ask for fewer (--self-chat-tokens)"
+
+
 def test_a_template_of_another_base_is_refused_before_anything_is_computed(model, tokenizer, monkeypatch):
     monkeypatch.setattr(model, "generate", lambda *a, **k: pytest.fail("the base was asked"))
     monkeypatch.setattr(model.config, "vocab_size", 8)

@@ -199,6 +199,18 @@ def test_a_diverging_run_is_refused(model, continuations):
         train_quietly(exploded, model)
 
 
+def test_weights_that_cannot_be_stored_are_refused_while_training_runs(model, continuations):
+    settings = TrainingSettings(**{**vars(SMALL), "steps": 200, "learning_rates": (1e9,)})
+    lines = []
+    with pytest.raises(HeadsError, match="diverged") as caught:
+        train_on_continuations(continuations, model.get_output_embeddings(), settings, report=lines.append)
+    assert caught.value.expected == "weights that float16 can hold"
+    assert "--learning-rate" in caught.value.next_step
+    assert not any(line.startswith("step 200/") for line in lines)
+    tried = TrainingSettings(**{**vars(SMALL), "steps": 5, "trial_steps": 5, "learning_rates": (1e6, 3e-3)})
+    assert train_quietly(continuations, model, tried).learning_rate == 3e-3
+
+
 def test_a_diverged_run_leaves_nothing_to_go_on_from(model, continuations, tmp_path: Path):
     settings, file = TrainingSettings(**{**vars(SMALL), "steps": 20}), tmp_path / "run.pt"
 
