@@ -186,7 +186,7 @@ def _time_step(model: Any, batch: int, nodes: int, rounds: int = 5, past_tokens:
         if decoder is None:
             model.decode(ids, cache, position_offsets=inputs[0], packed_mask=inputs[1])
             return
-        _, hidden = decoder.step(ids, pasts, decoder.end_for(past_tokens))
+        _, hidden, _ = decoder.step(ids, pasts, decoder.end_for(past_tokens))
         if tree is not None:
             decoder.heads(hidden[:, -1])
 

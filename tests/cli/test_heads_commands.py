@@ -274,6 +274,12 @@ def test_a_check_and_a_tree_of_the_demo(port: Path):
     assert "expected gain" in large["summary"]
 
 
+def test_a_tree_is_chosen_by_costs_measured_here(port: Path):
+    found = run(port, "tree", "--new-tokens", "24", "--measure-costs")
+    assert all(row["step_ms"] > 0 for row in found["rows"])
+    assert "expected gain" in found["summary"]
+
+
 def test_a_streamed_check_reads_the_same_ranks(port: Path, tmp_path: Path):
     arguments = ("--prompts", "2", "--new-tokens", "8", "--json", "--run-folder", str(tmp_path / "run"))
     whole = json.loads(call(port, "check", "--no-stream", *arguments).stdout)
