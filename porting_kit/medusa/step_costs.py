@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from porting_kit.errors import TreeError
@@ -22,10 +23,24 @@ MAX_MILLISECONDS = 1e9
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Milliseconds of a step by its tokens, sizes ascending; the first is 1."""
+    """Milliseconds of a step by its tokens, sizes ascending; no size costs more than a larger one."""
 
     tokens: tuple[int, ...]
     ms: tuple[float, ...]
+
+    @classmethod
+    def from_measured(cls, times: Mapping[int, float]) -> StepCosts:
+        """Costs from the fastest time of each size.
+
+        Other work on a machine only adds to a time, and a larger step does all that a smaller one does. So where a
+        larger step was timed faster, the smaller one's time is too long by other work: it takes the larger one's.
+
+        Args:
+            times: tokens of a step -> milliseconds.
+        """
+        sizes = sorted(times, reverse=True)
+        ms = accumulate((times[size] for size in sizes), min)
+        return cls(tuple(reversed(sizes)), tuple(reversed(tuple(ms))))
 
     def cost(self, tokens: int) -> float | None:
         """Milliseconds of a step of `tokens` tokens; None beyond the largest measured size."""

@@ -19,7 +19,10 @@ from typer.testing import CliRunner
 
 from porting_kit.cli import app
 from porting_kit.conversion.heads import read_head_set
-from porting_kit.steps import heads_training
+from porting_kit.emulator.decoder import Decoder
+from porting_kit.steps import heads_training, heads_tree
+from porting_kit.steps.context import open_port_run
+from porting_kit.steps.heads_tree import measure_step_costs
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "notebooks" / "ports" / "bloom-mini"
@@ -274,10 +277,31 @@ def test_a_check_and_a_tree_of_the_demo(port: Path):
     assert "expected gain" in large["summary"]
 
 
-def test_a_tree_is_chosen_by_costs_measured_here(port: Path):
-    found = run(port, "tree", "--new-tokens", "24", "--measure-costs")
+@pytest.mark.parametrize("batch", [1, 4])
+def test_measured_step_costs_are_those_of_the_batch(port: Path, tmp_path: Path, batch: int):
+    opened = open_port_run(port / "port.yaml", run_folder=tmp_path / "run")
+    costs = measure_step_costs(opened, batch=batch, sizes=(1, 2, 64))
+    assert costs.tokens == (batch, 2 * batch, 64 * batch)
+    assert 0 < costs.ms[0] <= costs.ms[1] < costs.ms[2]  # 64 times the arithmetic: no noise hides that
+
+
+def test_steps_that_cannot_be_written_down_are_timed_eagerly(port: Path, tmp_path: Path, monkeypatch):
+    def step(*arguments):
+        raise RuntimeError("a value is read back")
+
+    monkeypatch.setattr(Decoder, "step", step)
+    costs = measure_step_costs(open_port_run(port / "port.yaml", run_folder=tmp_path / "run"), sizes=(1, 2))
+    assert costs.tokens == (1, 2)
+
+
+def test_a_tree_is_chosen_by_costs_measured_here(port: Path, monkeypatch):
+    monkeypatch.setattr(heads_tree, "COST_SIZES", (1, 2, 8, 64))
+    found = run(port, "tree", "--new-tokens", "24", "--measure-costs", "--batch", "4")
+    assert found["batch"] == 4
     assert all(row["step_ms"] > 0 for row in found["rows"])
-    assert "expected gain" in found["summary"]
+    speed_ups = [row["speed_up"] for row in found["rows"][:-1]]
+    assert found["chosen"]["speed_up"] == max(speed_ups)
+    assert "at batch 4" in found["summary"]
 
 
 def test_a_streamed_check_reads_the_same_ranks(port: Path, tmp_path: Path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from porting_kit.errors import TreeError
-from porting_kit.medusa.step_costs import rate_tree, read_step_costs, word_worth
+from porting_kit.medusa.step_costs import StepCosts, rate_tree, read_step_costs, word_worth
 from porting_kit.medusa.tree_choice import TreeLimits, shares_from_accuracy, trace_curve
 
 ACCURACY = [(0.68, 0.85), (0.33, 0.55), (0.18, 0.37)]
@@ -48,6 +48,14 @@ def test_nothing_is_claimed_beyond_what_was_measured():
     assert costs.cost(65) is None
     assert rate_tree(64, 3.0, costs, 2).speed_up is None
     assert "nothing is said about speed" in word_worth(rate_tree(64, 3.0, None, 1), 1)
+
+
+def test_a_time_above_that_of_a_larger_step_is_other_work():
+    """A busy moment at the 2 nodes: without a correction 3 nodes look like a bargain against them."""
+    costs = StepCosts.from_measured({12: 5.0, 1: 4.0, 2: 7.0, 3: 4.5, 4: 4.5})
+    assert costs == StepCosts((1, 2, 3, 4, 12), (4.0, 4.5, 4.5, 4.5, 5.0))
+    greedy_busy = StepCosts.from_measured({4: 20.0, 8: 11.0, 256: 19.0})
+    assert rate_tree(64, 3.0, greedy_busy, 4).speed_up == pytest.approx(3.0 * 11 / 19)
 
 
 @pytest.mark.parametrize(
