@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from porting_kit.errors import RunFolderError
+from porting_kit.errors import RunFolderError, TreeError
 
 Report = Callable[[Callable[[], Any], Callable[[Any], str], bool], None]
 
@@ -173,6 +173,13 @@ def build_heads_app(report: Report, parse_overrides: Callable[[Any], dict[str, A
         from porting_kit.steps.heads_tree import choose_port_tree, format_tree_choice, measure_step_costs
 
         def call() -> Any:
+            if costs and measure_costs:
+                raise TreeError(
+                    "the step costs are given and to be measured",
+                    expected="--costs or --measure-costs",
+                    found=f"--costs {costs} beside --measure-costs",
+                    next_step="leave one out: --costs holds an engine's times, --measure-costs takes this machine's",
+                )
             limits = TreeLimits(max_nodes=max_nodes, max_depth=max_depth)
             run = open_run(port_file, run_folder, parameter)
             known = read_step_costs(costs) if costs else measure_step_costs(run, batch=batch) if measure_costs else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from porting_kit.errors import TreeError
@@ -56,7 +56,8 @@ def read_step_costs(source: str | Path | Mapping[object, object]) -> StepCosts:
     """Costs from a mapping, or from a JSON file that holds one: {"1": 10.0, "8": 11.2, "64": 19.0}.
 
     Raises:
-        TreeError: unreadable, no size 1, sizes that are no whole numbers, or times that are no positive numbers.
+        TreeError: unreadable, no size 1, sizes that are no whole numbers, times that are no positive numbers, or a
+            time below that of a smaller size.
     """
     where = None
     if not isinstance(source, Mapping):
@@ -98,7 +99,41 @@ def read_step_costs(source: str | Path | Mapping[object, object]) -> StepCosts:
             next_step="measure with porting-kit heads tree --measure-costs",
         )
     sizes = sorted(costs)
+    falling = [
+        f"size {small}: {costs[small]} ms, size {large}: {costs[large]} ms"
+        for small, large in pairwise(sizes)
+        if costs[large] < costs[small]
+    ]
+    if falling:
+        raise TreeError(
+            "the step costs fall where steps grow, which would make a tree faster than its tokens a step allow",
+            expected="no less milliseconds for a larger step, which does all that a smaller one does",
+            found=f"{len(falling)} of {len(sizes) - 1} times below the one before",
+            where=where,
+            items=falling,
+            next_step="time these sizes again, in turn, and write down the fastest of several steps of each",
+        )
     return StepCosts(tuple(sizes), tuple(costs[size] for size in sizes))
+
+
+def require_costs(costs: StepCosts, nodes: int, batch: int) -> None:
+    """Refuse costs that say nothing about a greedy step or about one with a tree.
+
+    Args:
+        costs: the costs.
+        nodes: N of the smallest tree that is asked about.
+        batch: B.
+
+    Raises:
+        TreeError: no cost of B or of B x N tokens.
+    """
+    if costs.cost(batch) is None or costs.cost(nodes * batch) is None:
+        raise TreeError(
+            f"the step costs do not reach a tree at batch {batch}",
+            expected=f"size {batch}, a greedy step, and size {nodes * batch}, a step with {nodes} nodes a request",
+            found=f"sizes {costs.tokens[0]} to {costs.tokens[-1]}",
+            next_step=f"add such sizes, or measure with porting-kit heads tree --measure-costs --batch {batch}",
+        )
 
 
 @dataclass(frozen=True)

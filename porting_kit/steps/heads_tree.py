@@ -15,7 +15,7 @@ from porting_kit.conversion.convert import checkpoint_tensors
 from porting_kit.emulator import open_emulator
 from porting_kit.errors import EmulatorError
 from porting_kit.medusa.head_ranks import ReplayedSteps, replay_tree
-from porting_kit.medusa.step_costs import StepCosts, TreeWorth, rate_tree, word_worth
+from porting_kit.medusa.step_costs import StepCosts, TreeWorth, rate_tree, require_costs, word_worth
 from porting_kit.medusa.tree import MedusaTree, read_tree
 from porting_kit.medusa.tree_choice import TreeCurve, TreeLimits, count_paths, trace_curve
 from porting_kit.medusa.tree_limits import trim_tree
@@ -28,6 +28,7 @@ from porting_kit.steps.preflight import open_port_tree, read_port_base, read_por
 
 TREE_FILE, REPORT_FILE = "tree.json", "tree_choice.json"
 STOCK = "mc_sim_7b_63"
+SMALLEST_NODES = 2
 COST_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 COST_ROUNDS, STEPS_A_ROUND = 5, 3
 
@@ -119,11 +120,16 @@ def choose_port_tree(
         HeadsError: see `heads.check_port_heads`.
     """
     watch = Stopwatch()
+    if costs is not None:
+        require_costs(costs, SMALLEST_NODES, batch)
     ranks = load_ranks(run, data=data, prompts=prompts, new_tokens=new_tokens, say=say)
     started = time.perf_counter()
     half = max(1, len(ranks) // 2)
     judged = ranks[half:] if len(ranks) > 1 else ranks
     curve = trace_curve(count_paths(ranks[:half], limits), limits)
+    if costs is not None:
+        # Heads whose best candidate is never right have no tree of 2 nodes.
+        require_costs(costs, curve.points[0].nodes, batch)
     rows = [_rate(curve.tree(point.nodes), judged, costs, batch) for point in curve.points]
     stock = _rate(trim_tree(read_tree(STOCK), num_heads=ranks.shape[-1]), judged, costs, batch)
     chosen = max(rows, key=lambda row: (row.worth.speed_up or 0.0, row.tree.num_nodes))

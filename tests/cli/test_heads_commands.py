@@ -20,9 +20,12 @@ from typer.testing import CliRunner
 from porting_kit.cli import app
 from porting_kit.conversion.heads import read_head_set
 from porting_kit.emulator.decoder import Decoder
+from porting_kit.errors import TreeError
+from porting_kit.medusa.step_costs import StepCosts
+from porting_kit.medusa.tree_choice import TreeLimits
 from porting_kit.steps import heads_training, heads_tree
 from porting_kit.steps.context import open_port_run
-from porting_kit.steps.heads_tree import measure_step_costs
+from porting_kit.steps.heads_tree import choose_port_tree, measure_step_costs
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "notebooks" / "ports" / "bloom-mini"
@@ -277,6 +280,17 @@ def test_a_check_and_a_tree_of_the_demo(port: Path):
     assert "expected gain" in large["summary"]
 
 
+def test_costs_must_reach_the_smallest_tree_there_is(port: Path, tmp_path: Path, monkeypatch):
+    """Ranks of heads whose second candidate alone is right: the smallest tree has 3 nodes."""
+    monkeypatch.setattr(heads_tree, "load_ranks", lambda *a, **k: torch.ones(4, 6, 2, dtype=torch.long))
+    opened = open_port_run(port / "port.yaml", run_folder=tmp_path / "run")
+    with pytest.raises(TreeError, match="do not reach a tree at batch 1"):
+        choose_port_tree(opened, TreeLimits(), costs=StepCosts((1, 2), (10.0, 11.0)))
+    monkeypatch.setattr(heads_tree, "load_ranks", lambda *a, **k: pytest.fail("ranks were measured first"))
+    with pytest.raises(TreeError, match="do not reach a tree at batch 2"):
+        choose_port_tree(opened, TreeLimits(), costs=StepCosts((1, 2), (10.0, 11.0)), batch=2)
+
+
 @pytest.mark.parametrize("batch", [1, 4])
 def test_measured_step_costs_are_those_of_the_batch(port: Path, tmp_path: Path, batch: int):
     opened = open_port_run(port / "port.yaml", run_folder=tmp_path / "run")
@@ -448,6 +462,9 @@ def test_a_file_in_place_of_the_heads_folder_is_refused_at_once(port: Path, tmp_
         (("train", "--data", "{text}", "--out", "{occupied}"), "did not write"),
         (("export", "--layout", "vlm", "--out", "{new}"), "did you mean 'vllm'"),
         (("tree", "--max-nodes", "65"), "limits leave no tree"),
+        (("tree", "--costs", "{costs}", "--batch", "16"), "do not reach a tree at batch 16"),
+        (("tree", "--costs", "{falling}"), "fall where steps grow"),
+        (("tree", "--costs", "{costs}", "--measure-costs"), "given and to be measured"),
         (("tree", "--costs", "missing.json"), "step costs cannot be read"),
         (("check", "--data", "missing.txt"), "the text cannot be read"),
         (("check", "-p", "heads=nowhere"), "do not exist"),
@@ -457,12 +474,12 @@ def test_bad_input_is_refused(port: Path, tmp_path: Path, arguments: tuple[str, 
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "occupied").mkdir()
     (tmp_path / "occupied" / "mine.txt").write_text("x")
-    names = {
-        "short": tmp_path / "short.txt",
-        "text": port / "text.txt",
-        "occupied": tmp_path / "occupied",
-        "base": DEMO / "base",
-    }
+    costs = {"costs": {"1": 10, "8": 11.2}, "falling": {"1": 10, "8": 5, "64": 19}}
+    for name, times in costs.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(times))
+    names = {name: tmp_path / f"{name}.json" for name in costs}
+    names |= {"short": tmp_path / "short.txt", "text": port / "text.txt", "occupied": tmp_path / "occupied"}
+    names["base"] = DEMO / "base"
     filled = [argument.format(**names, new=tmp_path / "new") for argument in arguments]
     settings = [*SETTINGS] if filled[0] == "train" else []
     result = call(port, filled[0], *settings, *filled[1:], "--run-folder", str(tmp_path / "run"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from porting_kit.errors import TreeError
-from porting_kit.medusa.step_costs import StepCosts, rate_tree, read_step_costs, word_worth
+from porting_kit.medusa.step_costs import StepCosts, rate_tree, read_step_costs, require_costs, word_worth
 from porting_kit.medusa.tree_choice import TreeLimits, shares_from_accuracy, trace_curve
 
 ACCURACY = [(0.68, 0.85), (0.33, 0.55), (0.18, 0.37)]
@@ -69,6 +69,7 @@ def test_a_time_above_that_of_a_larger_step_is_other_work():
         "[1, 2]",
         "{",
         '{"1": NaN, "2": 1}',
+        '{"1": 10, "8": 5, "64": 19}',
     ],
 )
 def test_costs_that_cannot_be_used_are_refused(content: str, tmp_path: Path):
@@ -78,6 +79,15 @@ def test_costs_that_cannot_be_used_are_refused(content: str, tmp_path: Path):
         read_step_costs(file)
     file.write_text(json.dumps({"1": 1.0, "8": 1.5}))
     assert read_step_costs(file).cost(8) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "batch"), [((1, 8), 2, 16), ((1, 16), 2, 16), ((2, 64), 2, 1), ((1, 3), 4, 1)]
+)
+def test_costs_that_do_not_reach_the_tree_are_refused(sizes: tuple[int, ...], nodes: int, batch: int):
+    with pytest.raises(TreeError, match=f"do not reach a tree at batch {batch}"):
+        require_costs(StepCosts(sizes, (10.0, 11.0)), nodes, batch)
+    require_costs(StepCosts((batch, nodes * batch), (10.0, 11.0)), nodes, batch)
 
 
 @pytest.mark.parametrize("accuracy", [[], [(0.5, 0.4)], [(-0.1, 0.5)], [(0.5, 1.5)]])
