@@ -29,7 +29,7 @@ from porting_kit.provenance import hash_value
 from porting_kit.run_folder import replace_folder, require_free, require_writable, write_json, write_tensors
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.preflight import read_port_base, read_port_heads
-from porting_kit.steps.prompts import can_tokenize, tokenize_prompts
+from porting_kit.steps.prompts import can_tokenize, read_prompts, tokenize_prompts
 
 FOLDER = "heads"
 RANKS_FILE, CHECK_FILE = "ranks.safetensors", "check.json"
@@ -114,6 +114,7 @@ def check_port_heads(
     base = read_port_base(run.port, None)
     texts = [] if data is None else read_data_for(run.port, data)
     heads = read_port_heads(run.port, base, check_values=True)
+    inputs = rank_inputs(run, data, prompts, new_tokens)  # before they are read, so that a change in between counts
     reference = open_heads_base(run, streams=streams)
     is_streamed = "streamed" in reference.attention
     if is_streamed:
@@ -147,8 +148,7 @@ def check_port_heads(
         failing_gate=f"heads: {fit.wrong[0].verdict}" if fit.wrong else None,
     )
     result = HeadsCheckResult(outcome, heads, fit)
-    inputs = json.dumps(rank_inputs(run, data, prompts, new_tokens))
-    write_tensors(folder / RANKS_FILE, {"ranks": fit.ranks}, {"inputs": inputs})
+    write_tensors(folder / RANKS_FILE, {"ranks": fit.ranks}, {"inputs": json.dumps(inputs)})
     write_json(folder / CHECK_FILE, result.document())
     return result
 
@@ -156,8 +156,8 @@ def check_port_heads(
 def rank_inputs(run: PortRun, data: Path | None, prompts: int, new_tokens: int) -> dict[str, str]:
     """What kept ranks depend on."""
     inputs = {name: value for name, value in run.inputs("align").items() if "base" in name or "heads" in name}
-    text = hash_value(run.port.fields("alignment")) if data is None else hash_value(read_data(data))
-    return {**inputs, "text": text, "prompts": str(prompts), "new_tokens": str(new_tokens)}
+    texts = read_prompts(run.port) if data is None else read_data(data)
+    return {**inputs, "text": hash_value(texts), "prompts": str(prompts), "new_tokens": str(new_tokens)}
 
 
 def load_ranks(

@@ -318,6 +318,18 @@ def test_a_tree_is_chosen_by_costs_measured_here(port: Path, monkeypatch):
     assert "at batch 4" in found["summary"]
 
 
+def test_ranks_are_measured_again_when_the_prompts_file_says_something_else(port: Path, tmp_path: Path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("Return a list of\nThe value of the argument is\n")
+    options = ("--new-tokens", "8", "-p", f"alignment.prompts={file}", "--run-folder", str(tmp_path / "run"))
+    assert call(port, "check", *options).exit_code == 0
+    assert "measuring" not in call(port, "tree", *options).stderr
+    file.write_text("Raises an error when the\n")
+    again = call(port, "tree", *options)
+    assert "measuring the heads' ranks" in again.stderr
+    assert len(load_file(tmp_path / "run" / "heads" / "ranks.safetensors")["ranks"]) == 1
+
+
 def test_a_streamed_check_reads_the_same_ranks(port: Path, tmp_path: Path):
     arguments = ("--prompts", "2", "--new-tokens", "8", "--json", "--run-folder", str(tmp_path / "run"))
     whole = json.loads(call(port, "check", "--no-stream", *arguments).stdout)
