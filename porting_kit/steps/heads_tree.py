@@ -29,6 +29,7 @@ from porting_kit.steps.preflight import open_port_tree, read_port_base, read_por
 TREE_FILE, REPORT_FILE = "tree.json", "tree_choice.json"
 STOCK = "mc_sim_7b_63"
 SMALLEST_NODES = 2
+ONE_PROMPT = "with one prompt the tree is judged on what it was chosen from, so its figures are too good: ask at more"
 COST_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 COST_ROUNDS, STEPS_A_ROUND = 5, 3
 
@@ -39,7 +40,7 @@ class TreeRow:
 
     Args:
         tree: the tree.
-        replayed: its steps on the prompts that no tree was chosen from.
+        replayed: its steps on the prompts that no tree was chosen from; of a single prompt, on that one.
         worth: predicted speed at the batch size.
     """
 
@@ -103,7 +104,9 @@ def choose_port_tree(
     new_tokens: int = 64,
     say: Say = lambda line: None,
 ) -> TreeChoiceResult:
-    """Choose the tree from one half of the ranks and judge it on the other.
+    """Choose the tree from one half of the prompts' ranks and judge it on the other.
+
+    A single prompt has no other half: the tree is judged on what it was chosen from, and a warning says so.
 
     With step costs the tree of the largest predicted speed-up is chosen, which is a smaller one the more requests run
     at a time; without, the largest tree within the limits.
@@ -146,6 +149,7 @@ def choose_port_tree(
             "stock_tokens_per_step": stock.replayed.tokens_per_step,
             "speed_up": chosen.worth.speed_up,
             "judged_steps": chosen.replayed.steps,
+            "warnings": [] if len(ranks) > 1 else [ONE_PROMPT],
             "choice_seconds": round(seconds, 3),
         },
         products=(TREE_FILE, REPORT_FILE),
@@ -256,5 +260,6 @@ def format_tree_choice(result: TreeChoiceResult) -> str:
         mark = "  stock tree" if is_stock else "  chosen" if row is result.chosen else ""
         size = f"{row.tree.num_nodes:5d} {row.tree.depth:5d}"
         lines.append(f"{size} {row.replayed.tokens_per_step:11.3f} {step:>8} {gain:>8}{mark}")
+    lines += [f"note: {note}" for note in result.outcome.figures["warnings"]]
     lines.append(f"heads tree: {result.outcome.summary}")
     return "\n".join(lines)

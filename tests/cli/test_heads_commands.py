@@ -291,6 +291,15 @@ def test_costs_must_reach_the_smallest_tree_there_is(port: Path, tmp_path: Path,
         choose_port_tree(opened, TreeLimits(), costs=StepCosts((1, 2), (10.0, 11.0)), batch=2)
 
 
+def test_a_tree_judged_on_the_prompt_it_was_chosen_from_is_called_so(port: Path, monkeypatch):
+    ranks = torch.zeros(2, 6, 2, dtype=torch.long)
+    monkeypatch.setattr(heads_tree, "load_ranks", lambda *a, prompts, **k: ranks[:prompts])
+    for prompts, is_said in (("1", True), ("2", False)):
+        result = call(port, "tree", "--prompts", prompts, "--run-folder", str(port / "run"))
+        assert result.exit_code == 0, result.output
+        assert ("note: with one prompt the tree is judged on what it was chosen from" in result.stdout) == is_said
+
+
 @pytest.mark.parametrize("batch", [1, 4])
 def test_measured_step_costs_are_those_of_the_batch(port: Path, tmp_path: Path, batch: int):
     opened = open_port_run(port / "port.yaml", run_folder=tmp_path / "run")
