@@ -18,8 +18,8 @@ from porting_kit.medusa.self_distillation import IGNORED, Continuations
 
 UNKNOWN_RANK = -1
 CHUNK_POSITIONS = 4096
-PATH_BASE = 16
-"""Ranks of a tree lie below this (tree_limits.MAX_RANK), so that a path is a number in this base."""
+RANKS_OF_TREES = 16
+"""Ranks of a tree lie below this (tree_limits.MAX_RANK)."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,6 @@ def measure_accuracy(ranks: torch.Tensor) -> tuple[HeadAccuracy, ...]:
     return tuple(figures)
 
 
-def encode_paths(ranks: torch.Tensor) -> torch.Tensor:
-    """One number per row of ranks [..., d], each rank below 16: paths compare as numbers."""
-    places = torch.tensor([PATH_BASE**place for place in reversed(range(ranks.shape[-1]))], device=ranks.device)
-    return (ranks * places).sum(-1)
-
-
 @dataclass(frozen=True)
 class ReplayedSteps:
     """What decoding with a tree does, replayed over stored continuations.
@@ -107,11 +101,15 @@ def replay_tree(ranks: torch.Tensor, paths: Sequence[Sequence[int]]) -> Replayed
     """
     lengths = torch.zeros(ranks.shape[:2], dtype=torch.long)
     going = torch.ones_like(lengths, dtype=torch.bool)
-    for depth in range(1, min(ranks.shape[-1], max(map(len, paths))) + 1):
-        nodes = torch.tensor([list(path) for path in paths if len(path) == depth])
-        prefix = ranks[..., :depth]
-        going &= ((prefix >= 0) & (prefix < PATH_BASE)).all(-1)
-        going &= torch.isin(encode_paths(prefix), encode_paths(nodes))
+    numbers = {(): 0, **{tuple(path): number for number, path in enumerate(paths, start=1)}}
+    children = torch.full((len(numbers), RANKS_OF_TREES), -1)
+    for path, number in list(numbers.items())[1:]:
+        children[numbers[path[:-1]], path[-1]] = number
+    nodes = torch.zeros_like(lengths)
+    for rank in ranks[..., : max(map(len, paths))].unbind(-1):
+        nodes = children[nodes, rank.clamp(0, RANKS_OF_TREES - 1)]
+        going &= (rank >= 0) & (rank < RANKS_OF_TREES) & (nodes >= 0)
+        nodes = nodes.clamp(min=0)
         lengths += going
     known = torch.cat([ranks[..., 0] != UNKNOWN_RANK, torch.zeros(len(ranks), 1, dtype=torch.bool)], dim=1)
     rows, position = torch.arange(len(ranks)), torch.zeros(len(ranks), dtype=torch.long)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from porting_kit.errors import TreeError
-from porting_kit.medusa.head_ranks import UNKNOWN_RANK, encode_paths
+from porting_kit.medusa.head_ranks import RANKS_OF_TREES, UNKNOWN_RANK
 from porting_kit.medusa.named_trees import TreePath
 from porting_kit.medusa.tree import MedusaTree
 from porting_kit.medusa.tree_limits import MAX_DRAFT_NODES, MAX_RANK
@@ -131,15 +131,28 @@ def count_paths(ranks: torch.Tensor, limits: TreeLimits) -> PathShares:
         )
     depth = ranks.shape[-1] if limits.max_depth is None else min(limits.max_depth, ranks.shape[-1])
     shares: dict[TreePath, float] = {}
-    for level in range(1, depth + 1):
-        inside = flat[(flat[:, :level] <= limits.max_rank).all(-1)][:, :level]
-        codes, counts = encode_paths(inside).unique(return_counts=True)
-        order = torch.argsort(-counts, stable=True)[: MAX_DRAFT_NODES if level > 1 else None]
-        base = MAX_RANK + 1
-        for code, count in zip(codes[order].tolist(), counts[order].tolist(), strict=True):
-            path = tuple(code // base**place % base for place in reversed(range(level)))
-            shares[path] = count / len(flat)
+    # A path is the number of its parent among the paths seen one level up, and its last rank: any depth fits.
+    levels: list[torch.Tensor] = []
+    inside, numbers = flat, torch.zeros(len(flat), dtype=torch.int64)
+    for level in range(depth):
+        is_inside = inside[:, level] <= limits.max_rank
+        inside, numbers = inside[is_inside], numbers[is_inside]
+        codes = numbers * RANKS_OF_TREES + inside[:, level]
+        codes, numbers, counts = codes.unique(return_inverse=True, return_counts=True)
+        levels.append(codes)
+        order = torch.argsort(-counts, stable=True)[: MAX_DRAFT_NODES if level else None]
+        for number, count in zip(order.tolist(), counts[order].tolist(), strict=True):
+            shares[_read_path(levels, number)] = count / len(flat)
     return PathShares(shares, len(flat))
+
+
+def _read_path(levels: list[torch.Tensor], number: int) -> TreePath:
+    """The ranks of path `number` of the last level."""
+    ranks = []
+    for codes in reversed(levels):
+        number, rank = divmod(int(codes[number]), RANKS_OF_TREES)
+        ranks.append(rank)
+    return tuple(reversed(ranks))
 
 
 def shares_from_accuracy(accuracy: list[tuple[float, float]], limits: TreeLimits) -> PathShares:

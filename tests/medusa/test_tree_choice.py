@@ -82,6 +82,23 @@ def test_positions_with_an_unknown_later_token_are_left_out():
         count_paths(ranks[:, 1:], TreeLimits())
 
 
+@pytest.mark.parametrize("heads", [15, 16, 17, 20])
+def test_many_heads_are_counted_and_replayed(heads: int):
+    """Rows that differ in their last rank alone; sixteen ranks of four bits fill 64, and one more does not fit."""
+    rows = torch.zeros(1, 8, heads, dtype=torch.long)
+    rows[0, 6:, -1] = 15
+    shares = count_paths(rows, TreeLimits()).shares
+    assert shares[(0,) * heads] == 0.75
+    assert shares[(*(0,) * (heads - 1), 15)] == 0.25
+    assert len(shares) == heads + 1
+    chain = [(0,) * depth for depth in range(1, heads + 1)]
+    last = rows[:, [7] * 4]
+    assert replay_tree(last, chain).tokens_per_step == heads
+    widest = [*chain, (*(0,) * (heads - 1), 15)]
+    assert replay_tree(last, widest).tokens_per_step == heads + 1
+    assert replay_tree(last.where(last == 0, 16), widest).tokens_per_step == heads
+
+
 def test_limits_are_kept():
     ranks = make_ranks(5, heads=3, ranks=6, positions=2000)
     limits = TreeLimits(max_nodes=20, max_depth=2, max_rank=2)
