@@ -2,20 +2,23 @@
 
 Spellings: a list of paths; its text, as run.py's `--medusa_choices` takes it; the name of a tree; `chain:H`;
 `cartesian:k1,k2,...`; a file that holds such a list as JSON or as a Python literal, alone, under the key
-`medusa_choices`, or assigned to a name as in the original project's medusa_choices.py.
+`medusa_choices`, or assigned to a name (with a type or without) as in the original project's medusa_choices.py.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from porting_kit.errors import TreeError, format_items, suggest_nearest
 from porting_kit.medusa.named_trees import NAMED_CHOICES, TreePath, cartesian_choices, chain_choices
 
 FILE_KEY = "medusa_choices"
+THE_TEXT = "the tree's text"
 
 
 def read_choices(spec: object) -> tuple[list[TreePath], str | None]:
@@ -34,7 +37,7 @@ def read_choices(spec: object) -> tuple[list[TreePath], str | None]:
         return check_paths(spec), None
     text = str(spec).strip()
     if text.startswith(("[", "(")):
-        return check_paths(_parse_literal(text, where="the tree's text")), None
+        return check_paths(_parse_literal(text, where=THE_TEXT), where=THE_TEXT), None
     if text in NAMED_CHOICES:
         return list(NAMED_CHOICES[text]), text
     kind, _, numbers = text.partition(":")
@@ -50,31 +53,37 @@ def read_choices(spec: object) -> tuple[list[TreePath], str | None]:
             found=text,
             next_step=f"Did you mean {nearest!r}?" if nearest else "Name an existing tree or file.",
         )
-    return check_paths(_read_file(path)), path.name
+    return check_paths(_read_file(path), where=path), path.name
 
 
-def check_paths(choices: Iterable[Sequence[int]]) -> list[TreePath]:
-    """Plain tuples of non-negative integers, or a TreeError that says what each wrong entry is."""
+def check_paths(choices: Iterable[Sequence[int]], *, where: object = "the list of paths") -> list[TreePath]:
+    """Plain tuples of non-negative integers, or a TreeError that says what each wrong entry is, and where."""
     if isinstance(choices, str) or not isinstance(choices, Iterable):
         raise TreeError(
             "The tree is no list of paths",
             expected="a list such as [[0], [1], [0, 0]]",
             found=repr(choices),
-            next_step="Correct the tree in the port file.",
+            where=where,
+            next_step="Write a list of paths there.",
         )
     entries = list(choices)
     if not entries:
         raise TreeError(
-            "The tree is empty", expected="at least one path", found="[]", next_step="Use the tree 'small_2' to start."
+            "The tree is empty",
+            expected="at least one path",
+            found="[]",
+            where=where,
+            next_step="Use the tree 'small_2' to start.",
         )
     if all(type(entry) is int for entry in entries):
-        raise _flat_form_error(entries)
+        raise _flat_form_error(entries, where)
     wrong = [f"entry {i}: {entry!r}" for i, entry in enumerate(entries) if not _is_path(entry)]
     if wrong:
         raise TreeError(
             "The tree has entries that are no path",
             expected="non-empty lists of non-negative integers; the root is implied",
             found=f"{len(wrong)} others",
+            where=where,
             items=wrong,
             next_step="Correct those entries: rank 0 is a head's best token.",
         )
@@ -85,6 +94,7 @@ def check_paths(choices: Iterable[Sequence[int]]) -> list[TreePath]:
             "The tree lists a path more than once",
             expected="each path once",
             found=f"{len(repeated)} repeated",
+            where=where,
             items=repeated,
             next_step="Remove the repetitions: a runtime would count them as draft nodes.",
         )
@@ -96,7 +106,7 @@ def _is_path(entry: object) -> bool:
     return is_sequence and all(type(rank) is int and rank >= 0 for rank in entry)
 
 
-def _flat_form_error(numbers: list[int]) -> TreeError:
+def _flat_form_error(numbers: list[int], where: object) -> TreeError:
     """Early Medusa releases wrote [1, 7, 6]: all combinations of 1 base token, 7 of head 1, 6 of head 2."""
     advice = "List the paths one by one: [[0], [1], [0, 0], ...]."
     counts = tuple(numbers[1:])
@@ -108,6 +118,7 @@ def _flat_form_error(numbers: list[int]) -> TreeError:
         f"The tree {numbers} is in the flat form of early Medusa releases",
         expected="a list of paths such as [[0], [0, 0]], a file that holds one, or a tree's name",
         found=f"a flat list of {len(numbers)} numbers: how many candidates of the base and of each head are combined",
+        where=where,
         next_step=advice,
     )
 
@@ -139,9 +150,9 @@ def _parse_counts(text: str, numbers: str) -> tuple[int, ...]:
 def _read_file(path: Path) -> object:
     """The list in a tree file; the three forms of the module docstring."""
     try:
-        text = path.read_text(encoding="utf-8")
-        body = ast.parse(text).body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        text = path.read_text(encoding="utf-8-sig")  # Windows editors put a byte order mark first
+        value = _parse_file(text, path)
+    except (OSError, SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise TreeError(
             "The tree file is neither JSON nor a Python literal",
             expected="a list of paths such as [[0], [1], [0, 0]]",
@@ -149,23 +160,39 @@ def _read_file(path: Path) -> object:
             where=path,
             next_step="Correct the file, or write the tree into the port file.",
         ) from error
-    assigned = {node.targets[0].id: node.value for node in body if _assigns_one_name(node)}
-    if assigned:
-        if len(assigned) > 1:
-            raise TreeError(
-                "The tree file defines more than one tree",
-                expected="one list",
-                where=path,
-                items=assigned,
-                next_step="Copy the wanted list into a file of its own.",
-            )
-        text = ast.unparse(next(iter(assigned.values())))
-    value = _parse_literal(text, where=path)
-    return value[FILE_KEY] if isinstance(value, dict) and FILE_KEY in value else value
+    if not isinstance(value, dict):
+        return value
+    if FILE_KEY not in value:
+        raise TreeError(
+            f"The tree file has no key {FILE_KEY!r}",
+            expected=f'{{"{FILE_KEY}": [[0], [1], [0, 0]]}}, or the list alone',
+            found=f"the keys {format_items(map(repr, value))}" if value else "no key",
+            where=path,
+            next_step=f"Name the list {FILE_KEY}, or let the file hold the list alone.",
+        )
+    return value[FILE_KEY]
 
 
-def _assigns_one_name(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+def _parse_file(text: str, path: Path) -> object:
+    with suppress(ValueError):
+        return json.loads(text)
+    assigned = dict(item for node in ast.parse(text).body for item in _list_assigned(node))
+    if len(assigned) > 1:
+        raise TreeError(
+            "The tree file defines more than one tree",
+            expected="one list",
+            where=path,
+            items=assigned,
+            next_step="Copy the wanted list into a file of its own.",
+        )
+    return _parse_literal(ast.unparse(*assigned.values()) if assigned else text, where=path)
+
+
+def _list_assigned(node: ast.stmt) -> list[tuple[str, ast.expr]]:
+    """The name and the value of `name = value` or `name: type = value`; nothing of any other statement."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    is_plain = len(targets) == 1 and isinstance(targets[0], ast.Name) and node.value is not None
+    return [(targets[0].id, node.value)] if is_plain else []
 
 
 def _parse_literal(text: str, *, where: object) -> object:

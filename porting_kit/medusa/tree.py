@@ -72,10 +72,11 @@ class MedusaTree:
                 "The tree has paths whose parent is not listed",
                 expected="every prefix of every path in the list",
                 found=f"{len(added)} missing",
+                where=name,
                 items=[list(node) for node in added],
                 next_step="Add the missing nodes, or read the list with expansion.",
             )
-        _check_first_level(listed)
+        _check_first_level(listed, name)
         nodes = ((), *sorted(listed, key=lambda node: (len(node), node)))
         return cls(nodes=nodes, listed=tuple(listed), added=added, name=name)
 
@@ -208,7 +209,7 @@ def unpack_mask(packed: torch.Tensor, num_nodes: int) -> torch.Tensor:
     return (bits & 1).flatten(-2)[..., :num_nodes].bool()
 
 
-def _check_first_level(nodes: Iterable[TreePath]) -> None:
+def _check_first_level(nodes: Iterable[TreePath], name: str | None) -> None:
     """Both the Python runtime's node order and its tree ids assume first-level ranks 0, 1, 2, ... (medusa_utils.py)."""
     ranks = sorted(node[0] for node in nodes if len(node) == 1)
     if ranks[-1] >= len(ranks):
@@ -218,6 +219,7 @@ def _check_first_level(nodes: Iterable[TreePath]) -> None:
             "The first level of the tree skips ranks",
             expected=f"ranks 0 to {ranks[-1]} without a gap",
             found=ranks,
+            where=name,
             items=[[rank] for rank in missing],
             next_step="Add the missing paths: the runtimes number first-level nodes by their rank.",
         )

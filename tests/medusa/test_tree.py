@@ -148,12 +148,16 @@ def test_every_spelling_of_one_tree(tmp_path):
         "wrapped.json": json.dumps({"medusa_choices": choices}),
         "literal.txt": "[(0,), (1,), (0, 0)]\n",
         "original.py": f"# tuned on something\nmy_tree = {choices}\n",
+        "annotated.py": f"medusa_choices: list[list[int]] = {choices}\n",
+        "with_more.json": json.dumps({"note": None, "tuned": True, "pruned": False, "medusa_choices": choices}),
+        "byte_order_mark.json": "\ufeff" + json.dumps(choices),
+        "byte_order_mark.py": f"\ufeffmy_tree = {choices}\n",
     }
     expected = read_tree(choices)
     assert read_tree(str(choices)).nodes == expected.nodes
     assert read_tree(expected) is expected
     for name, text in spellings.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
         assert read_tree(str(tmp_path / name)).nodes == read_tree(tmp_path / name).nodes == expected.nodes
     assert read_tree("cartesian:2,1").nodes == read_tree([[0], [1], [0, 0], [1, 0]]).nodes
     assert read_tree("chain:3").choices() == [[0], [0, 0], [0, 0, 0]]
@@ -162,17 +166,30 @@ def test_every_spelling_of_one_tree(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[0], [1", "no list of paths"),
+        ("[[0], [1", "neither JSON"),
         ("a = [[0]]\nb = [[1]]", "more than one tree"),
         ("{not json", "neither JSON"),
-        ('{"other": 1}', "no path"),
+        ('{"other": 1}', "no key 'medusa_choices'"),
+        ('{"choices": [[0]]}', "the keys 'choices'"),
+        ("{}", "found: no key"),
         ("3", "no list of paths"),
+        ("null", "found: None"),
+        ('{"medusa_choices": null}', "no list of paths"),
+        ("a: list", "no list of paths"),
+        ('{"medusa_choices": [[true]]}', "entry 0: [True]"),
+        ("[[0], [0, 0.5]]", "entry 1"),
+        ("[]", "empty"),
+        ("[[0], [0]]", "more than once"),
+        ("[1, 7, 6]", "flat form"),
     ],
 )
 def test_unreadable_files(tmp_path, text, message):
-    (tmp_path / "tree").write_text(text)
-    with pytest.raises(TreeError, match=message):
-        read_tree(tmp_path / "tree" if not text.startswith("[") else text)
+    file = tmp_path / "tree"
+    file.write_text(text)
+    with pytest.raises(TreeError, match=re.escape(message)) as raised:
+        read_tree(file)
+    assert f"where: {file}" in str(raised.value)
+    assert "in the port file" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +212,8 @@ def test_unreadable_files(tmp_path, text, message):
         ("chain:0", "numbers cannot be read", "chain:H"),
         ("cartesian:a", "numbers cannot be read", "cartesian"),
         (7, "no list of paths", "7"),
+        ("[[0], [1", "no list of paths", "the tree's text"),
+        ("[[0], 1]", "no path", "the tree's text"),
     ],
 )
 def test_unusable_choices_are_refused_with_the_way_out(choices, message, detail):
