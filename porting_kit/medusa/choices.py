@@ -18,6 +18,12 @@ from porting_kit.errors import TreeError, format_items, suggest_nearest
 from porting_kit.medusa.named_trees import NAMED_CHOICES, TreePath, cartesian_choices, chain_choices
 
 FILE_KEY = "medusa_choices"
+MAX_DRAFT_NODES = 63
+"""The root and 63 drafts fill two mask words, the most the kernels were built for (64 tokens per request and step)."""
+
+TRIMMED_NODES = 4096
+"""A combination up to this size is made, to be refused with the part of it that fits (see `tree_limits`)."""
+
 THE_TEXT = "the tree's text"
 
 
@@ -113,7 +119,7 @@ def _flat_form_error(numbers: list[int], where: object) -> TreeError:
     if numbers[0] == 1 and counts and min(counts) > 0:
         size = _cartesian_size(counts)
         advice = f"For the same tree write cartesian:{','.join(map(str, counts))} ({size} draft nodes)"
-        advice += ", or list its paths one by one." if size <= 63 else "; 63 is the most."
+        advice += ", or list its paths one by one." if size <= MAX_DRAFT_NODES else f"; {MAX_DRAFT_NODES} is the most."
     return TreeError(
         f"The tree {numbers} is in the flat form of early Medusa releases",
         expected="a list of paths such as [[0], [0, 0]], a file that holds one, or a tree's name",
@@ -137,12 +143,20 @@ def _parse_counts(text: str, numbers: str) -> tuple[int, ...]:
     except ValueError:
         counts = ()
     wanted = 1 if text.startswith("chain") else len(counts)
-    if not counts or len(counts) != wanted or min(counts) < 1 or _cartesian_size(counts) > 4096:
+    if not counts or len(counts) != wanted or min(counts) < 1:
         raise TreeError(
             "The tree's numbers cannot be read",
-            expected="chain:H or cartesian:k1,k2,... with small positive whole numbers",
+            expected="chain:H or cartesian:k1,k2,... with positive whole numbers",
             found=text,
             next_step="Correct the numbers.",
+        )
+    size = _cartesian_size(counts)
+    if size > (MAX_DRAFT_NODES if text.startswith("chain") else TRIMMED_NODES):
+        raise TreeError(
+            f"The tree {text} is larger than any engine takes",
+            expected=f"at most {MAX_DRAFT_NODES} draft nodes, and no more levels than there are heads",
+            found=f"{size} draft nodes",
+            next_step="Write smaller numbers.",
         )
     return counts
 

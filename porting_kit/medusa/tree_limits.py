@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from porting_kit.errors import TreeError
+from porting_kit.errors import TreeError, format_items
+from porting_kit.medusa.choices import MAX_DRAFT_NODES
 from porting_kit.medusa.named_trees import TreePath
 from porting_kit.medusa.tree import MedusaTree
-
-MAX_DRAFT_NODES = 63
-"""The root and 63 drafts fill two mask words, the most the kernels were built for (64 tokens per request and step)."""
 
 MAX_RANK = 15
 """The C++ runtime packs a path into 4 bits a rank (medusaModule.h, PREFIX_CHUNK_SIZE_BITS): a larger rank collides."""
@@ -28,7 +26,7 @@ def check_tree(tree: MedusaTree, *, num_heads: int | None = None, max_draft_len:
         raise TreeError(
             f"The tree is {tree.depth} levels deep but there are {num_heads} heads",
             expected=f"paths of at most {num_heads} ranks",
-            found=f"{list(tree.nodes[-1])}",
+            found=f"[{format_items(tree.nodes[-1])}]",
             where=tree.name,
             next_step=f"Use {tree.depth} heads, or the trimmed tree: "
             f"{_describe_trimmed(tree, num_heads, max_draft_len)}.",

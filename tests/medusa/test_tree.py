@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -210,6 +211,8 @@ def test_unreadable_files(tmp_path, text, message):
         ([2, 3], "flat form", "one by one"),
         ("mc_sim_7b_64", "No tree has the name", "mc_sim_7b_63"),
         ("chain:0", "numbers cannot be read", "chain:H"),
+        ("chain:64", "larger than any engine takes", "64 draft nodes"),
+        ("cartesian:64,64", "larger than any engine takes", "4160 draft nodes"),
         ("cartesian:a", "numbers cannot be read", "cartesian"),
         (7, "no list of paths", "7"),
         ("[[0], [1", "no list of paths", "the tree's text"),
@@ -220,6 +223,17 @@ def test_unusable_choices_are_refused_with_the_way_out(choices, message, detail)
     with pytest.raises(TreeError, match=message) as raised:
         read_tree(choices)
     assert detail in str(raised.value)
+
+
+def test_a_tree_that_no_engine_takes_is_refused_at_once():
+    """Preflight answers within a second; building a chain of thousands of levels took a minute."""
+    started = time.perf_counter()
+    with pytest.raises(TreeError, match="larger than any engine takes"):
+        read_tree("chain:1000000")
+    with pytest.raises(TreeError, match="1200 levels deep") as raised:
+        check_tree(read_tree([[0] * 1200]), num_heads=4)
+    assert time.perf_counter() - started < 1
+    assert "0, 0 ... (1200 in all)" in str(raised.value)
 
 
 def test_the_flat_form_is_the_cartesian_tree():
