@@ -20,6 +20,9 @@ from porting_kit.errors import HeadsError
 _NUMBER = re.compile(r"\{([hl])\}")
 _BASE_PARTS = re.compile(r"embed|attn|attention|norm\b|\bwte\b")
 
+MAX_BLOCK_USES = 64
+"""More uses of one residual block than this are a slip in a name: each is a layer of the checkpoint; heads have few."""
+
 
 @dataclass(frozen=True)
 class HeadLayout:
@@ -91,11 +94,12 @@ def match_layout(names: Collection[str], where: object) -> HeadNames:
     """Find the layout whose patterns account for all names.
 
     Raises:
-        HeadsError: none does (the keys are listed), or some names are left over.
+        HeadsError: none does (the keys are listed), some names are left over, or a name counts absurdly many uses of a
+            residual block.
     """
     best: HeadNames | None = None
     for layout in LAYOUTS:
-        sorted_names = _sort_names(layout, names)
+        sorted_names = _sort_names(layout, names, where)
         if not sorted_names.weights and not sorted_names.outputs:
             continue
         if not sorted_names.others:
@@ -130,7 +134,7 @@ def match_layout(names: Collection[str], where: object) -> HeadNames:
     )
 
 
-def _sort_names(layout: HeadLayout, names: Collection[str]) -> HeadNames:
+def _sort_names(layout: HeadLayout, names: Collection[str], where: object) -> HeadNames:
     weights, biases, outputs = {}, {}, {}
     extras, others, last_layers = [], [], {}
     outside = {name for name in names if name.split(".")[0] != layout.weight.split(".")[0]}
@@ -152,6 +156,14 @@ def _sort_names(layout: HeadLayout, names: Collection[str]) -> HeadNames:
         for number, name in candidates:
             # One block used several times is stored once: the output's number still counts its uses.
             is_shared = depth == 1 and layers == [0] and number is not None and number > 1
+            if is_shared and number > MAX_BLOCK_USES:
+                raise HeadsError(
+                    f"the name {name} says that head {head + 1} uses its one residual block {number} times",
+                    expected=f"at most {MAX_BLOCK_USES} times; the number is one past the last residual layer",
+                    found=number,
+                    where=where,
+                    next_step="correct the number in the name: 1 where the block is used once",
+                )
             if head not in outputs and (
                 number is None or is_shared or number in ((layers[-1] + 1, depth) if layers else (number,))
             ):

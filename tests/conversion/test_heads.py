@@ -292,6 +292,17 @@ def test_the_bases_matrix_in_a_file_of_heads_is_said(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("layout", ["original", "merged into the base"])
+def test_a_name_that_counts_absurdly_many_layers_is_refused(layout: str, tmp_path: Path) -> None:
+    """A block that is used several times is stored once, and the output's number says how often."""
+    tensors = head_tensors(2)
+    tensors["0.65.weight"] = tensors.pop("0.1.weight")
+    with pytest.raises(HeadsError, match="head 1 uses its one residual block 65 times") as caught:
+        read_head_set(write_heads(tmp_path, LAYOUTS[layout](tensors)))
+    assert str(tmp_path) in str(caught.value)
+    assert "0.65.weight" in str(caught.value)
+
+
 def test_one_head_without_output_matrix_is_refused(tmp_path: Path) -> None:
     tensors = head_tensors(2)
     del tensors["1.1.weight"]
