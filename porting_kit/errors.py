@@ -160,6 +160,11 @@ def format_items(items: Iterable[object], limit: int = LISTED_ITEMS) -> str:
     return shown if len(texts) <= limit else f"{shown} ... ({len(texts)} in all)"
 
 
+def format_count(count: int, noun: str) -> str:
+    """A count with its noun, whose plural ends in s: "1 path", "2 paths"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def suggest_nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name nearest to a misspelt one, or None when nothing is near."""
     matches = get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -17,7 +17,7 @@ from porting_kit.architectures.base_config import name_base
 from porting_kit.conversion.head_files import BASE_KEYS, COUNT_KEYS, LAYER_KEYS, open_heads
 from porting_kit.conversion.head_layouts import HeadNames, match_layout
 from porting_kit.conversion.tensor_source import TensorSource
-from porting_kit.errors import HeadsError
+from porting_kit.errors import HeadsError, format_count
 
 if TYPE_CHECKING:
     import torch
@@ -192,9 +192,9 @@ def read_head_set(path: str | Path, *, use: int | None = None, check_values: boo
         raise HeadsError(
             f"{use} heads were asked for",
             expected=f"1 to {num_found}",
-            found=f"{num_found} heads in the file",
+            found=f"{format_count(num_found, 'head')} in the file",
             where=path,
-            next_step=f"ask for at most {num_found} heads",
+            next_step=f"ask for at most {format_count(num_found, 'head')}",
         )
     _refuse_reduced_vocabulary(names, config, source, path)
     num_heads = num_found if use is None else use

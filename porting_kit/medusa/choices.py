@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from porting_kit.errors import TreeError, format_items, suggest_nearest
+from porting_kit.errors import TreeError, format_count, format_items, suggest_nearest
 from porting_kit.medusa.named_trees import NAMED_CHOICES, TreePath, cartesian_choices, chain_choices
 
 FILE_KEY = "medusa_choices"
@@ -118,7 +118,7 @@ def _flat_form_error(numbers: list[int], where: object) -> TreeError:
     counts = tuple(numbers[1:])
     if numbers[0] == 1 and counts and min(counts) > 0:
         size = _cartesian_size(counts)
-        advice = f"For the same tree write cartesian:{','.join(map(str, counts))} ({size} draft nodes)"
+        advice = f"For the same tree write cartesian:{','.join(map(str, counts))} ({format_count(size, 'draft node')})"
         advice += ", or list its paths one by one." if size <= MAX_DRAFT_NODES else f"; {MAX_DRAFT_NODES} is the most."
     return TreeError(
         f"The tree {numbers} is in the flat form of early Medusa releases",

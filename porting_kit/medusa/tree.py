@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from porting_kit.errors import LISTED_ITEMS, TreeError
+from porting_kit.errors import LISTED_ITEMS, TreeError, format_count
 from porting_kit.medusa.choices import check_paths, read_choices
 from porting_kit.medusa.named_trees import TreePath
 
@@ -173,7 +173,8 @@ class MedusaTree:
     def describe(self) -> str:
         """One line: size, nodes per level, longest path, what expansion added."""
         levels = " + ".join(str(count) for count in self.nodes_per_level)
-        text = f"{self.num_drafts} draft nodes ({levels} by depth), {len(self.leaf_paths)} paths"
+        text = f"{format_count(self.num_drafts, 'draft node')} ({levels} by depth), "
+        text += format_count(len(self.leaf_paths), "path")
         text += f", longest {list(self.nodes[-1])}"
         return text if not self.added else f"{text}; {len(self.added)} of them implied by longer paths"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from porting_kit.errors import TreeError, format_items
+from porting_kit.errors import TreeError, format_count, format_items
 from porting_kit.medusa.choices import MAX_DRAFT_NODES
 from porting_kit.medusa.named_trees import TreePath
 from porting_kit.medusa.tree import MedusaTree
@@ -24,8 +24,8 @@ def check_tree(tree: MedusaTree, *, num_heads: int | None = None, max_draft_len:
     """
     if num_heads is not None and tree.depth > num_heads:
         raise TreeError(
-            f"The tree is {tree.depth} levels deep but there are {num_heads} heads",
-            expected=f"paths of at most {num_heads} ranks",
+            f"The tree is {tree.depth} levels deep, too deep for {format_count(num_heads, 'head')}",
+            expected=f"paths of at most {format_count(num_heads, 'rank')}",
             found=f"[{format_items(tree.nodes[-1])}]",
             where=tree.name,
             next_step=f"Use {tree.depth} heads, or the trimmed tree: "
@@ -36,7 +36,7 @@ def check_tree(tree: MedusaTree, *, num_heads: int | None = None, max_draft_len:
         cause = "max_draft_len" if max_draft_len <= MAX_DRAFT_NODES else "the kernels' 64 tokens a step"
         raise TreeError(
             f"The tree has {tree.num_drafts} draft nodes after expansion, more than {cause} allows",
-            expected=f"at most {limit} draft nodes",
+            expected=f"at most {format_count(limit, 'draft node')}",
             found=tree.describe(),
             where=tree.name,
             next_step=f"Build with a larger max_draft_len (63 at most), or use the trimmed tree: "

@@ -19,7 +19,7 @@ from porting_kit.alignment.streamed_reference import needs_streaming, open_strea
 from porting_kit.architectures import name_base
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.conversion.heads_export import export_tensors, find_export_layout, write_export
-from porting_kit.errors import HeadsError, placed
+from porting_kit.errors import HeadsError, format_count, placed
 from porting_kit.medusa.head_fit import HeadFit, read_fit
 from porting_kit.medusa.self_distillation import continue_greedily, cut_prompts
 from porting_kit.medusa.training_text import read_text
@@ -235,7 +235,7 @@ def export_port_heads(run: PortRun, layout: str, out: Path, *, as_pickle: bool =
     outcome = StepOutcome(
         step="heads export",
         verdict=Verdict.PASS,
-        summary=f"{heads.num_heads} heads of the layout {heads.layout} written as {layout}",
+        summary=f"{format_count(heads.num_heads, 'head')} of the layout {heads.layout} written as {layout}",
         covered=(Coverage.WEIGHTS,),
         figures={"tensors": len(tensors), "warnings": list(heads.warnings)},
         products=(name, "config.json"),

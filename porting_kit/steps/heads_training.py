@@ -19,7 +19,7 @@ import torch
 from porting_kit.alignment.gguf_settings import load_tokenizer
 from porting_kit.alignment.reference import load_reference
 from porting_kit.architectures import name_base
-from porting_kit.errors import HeadsError, RunFolderError, placed
+from porting_kit.errors import HeadsError, RunFolderError, format_count, placed
 from porting_kit.medusa.heads import HEADS_FILE, HeadVariant
 from porting_kit.medusa.self_distillation import build_chat_frame
 from porting_kit.medusa.training import TRAINED_FILES, TrainedHeads, train_heads, write_trained_heads
@@ -131,7 +131,8 @@ def train_port_heads(
     outcome = StepOutcome(
         step="heads train",
         verdict=Verdict.PASS,
-        summary=f"{chosen.num_heads} heads ({chosen.variant}) trained in {chosen.steps} steps: the first agrees in "
+        summary=f"{format_count(chosen.num_heads, 'head')} ({chosen.variant}) trained in "
+        f"{format_count(chosen.steps, 'step')}: the first agrees in "
         f"{first.top1:.1%} of held-out positions, {trained.tokens_per_step:.2f} tokens a step",
         covered=(Coverage.WEIGHTS,),
         figures={"learning_rate": trained.learning_rate, "positions": trained.positions},

@@ -252,9 +252,11 @@ def test_the_stock_tree():
 def test_a_tree_deeper_than_the_heads_is_refused_with_the_trimmed_one():
     """Case 24."""
     tree = read_tree("mc_sim_7b_63")
-    with pytest.raises(TreeError, match="4 levels deep but there are 3 heads") as raised:
+    with pytest.raises(TreeError, match="4 levels deep, too deep for 3 heads") as raised:
         check_tree(tree, num_heads=3)
     assert "61 draft nodes" in str(raised.value)
+    with pytest.raises(TreeError, match="too deep for 1 head\n  expected: paths of at most 1 rank\n"):
+        check_tree(tree, num_heads=1)
     trimmed = trim_tree(tree, num_heads=3)
     check_tree(trimmed, num_heads=3)
     assert trimmed.nodes == tuple(node for node in tree.nodes if len(node) <= 3)
@@ -284,6 +286,13 @@ def test_trimming_always_fits_and_wastes_nothing(choices, num_heads, limit):
     check_tree(trimmed, num_heads=num_heads, max_draft_len=limit)
     assert set(trimmed.nodes) <= set(tree.nodes)
     assert trimmed.num_drafts == min(limit, sum(0 < len(node) <= num_heads for node in tree.nodes))
+
+
+def test_one_of_a_kind_is_called_so():
+    assert read_tree([[0]]).describe() == "1 draft node (1 by depth), 1 path, longest [0]"
+    assert read_tree([[0], [1]]).describe() == "2 draft nodes (2 by depth), 2 paths, longest [1]"
+    with pytest.raises(TreeError, match=r"cartesian:1 \(1 draft node\)"):
+        read_tree([1, 1])
 
 
 def test_a_rank_the_cpp_runtime_cannot_pack():
