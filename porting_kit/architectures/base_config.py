@@ -19,7 +19,7 @@ from porting_kit.architectures.family import Family, LayerTraits, Refusal, find_
 from porting_kit.architectures.releases import release_key
 from porting_kit.architectures.rules import condition_terms
 from porting_kit.errors import BaseModelError
-from porting_kit.run_folder import read_json
+from porting_kit.whole_files import read_json
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from porting_kit.conversion.tensor_entry import TensorEntry
 from porting_kit.conversion.tensor_source import TensorSource
 from porting_kit.conversion.weight_files import read_header
 from porting_kit.errors import CheckpointError
-from porting_kit.run_folder import read_json
+from porting_kit.whole_files import read_json
 
 if TYPE_CHECKING:
     from porting_kit.conversion.heads import HeadSet

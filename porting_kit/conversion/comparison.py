@@ -14,7 +14,7 @@ from porting_kit.conversion.tensor_entry import ITEM_BYTES
 from porting_kit.conversion.tensor_source import TensorSource
 from porting_kit.conversion.weight_files import read_header
 from porting_kit.errors import CheckpointError
-from porting_kit.run_folder import explain_problem, read_json
+from porting_kit.whole_files import explain_problem, read_json
 
 BLOCK_BYTES = 4 << 20
 BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

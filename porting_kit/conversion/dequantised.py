@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from porting_kit.conversion.quantised import CACHE_SCALE, WEIGHT_SCALES, require_consistent, weight_scale_name
 from porting_kit.conversion.quantised_files import Algorithm, QuantisedCheckpoint, read_quantised
 from porting_kit.errors import CheckpointError
-from porting_kit.run_folder import replace_folder, write_json, write_tensors
+from porting_kit.whole_files import replace_folder, write_json, write_tensors
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from porting_kit.conversion.shards import list_other_shards, read_indexed, read_
 from porting_kit.conversion.tensor_source import HEAD_STEM, TensorSource, open_tensor_source
 from porting_kit.conversion.weight_files import read_header
 from porting_kit.errors import BaseModelError, HeadsError
-from porting_kit.run_folder import read_json
+from porting_kit.whole_files import read_json
 
 HEAD_SUFFIXES = (".safetensors", ".pt", ".bin")
 COUNT_KEYS = ("medusa_num_heads", "num_medusa_heads", "num_heads")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from porting_kit.conversion.head_layouts import LAYOUTS, HeadLayout
 from porting_kit.conversion.heads import HeadSet
 from porting_kit.errors import HeadsError, suggest_nearest
-from porting_kit.run_folder import write_json, write_pickle, write_tensors
+from porting_kit.whole_files import write_json, write_pickle, write_tensors
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from porting_kit.architectures.names import Shape
 from porting_kit.conversion.checkpoint import RankFile, sync_folder, write_config, write_document
 from porting_kit.conversion.journal import JOURNAL, Journal, lock_folder, read_journal
 from porting_kit.errors import CheckpointError, PortingKitError
-from porting_kit.run_folder import DISK_ERRORS, explain_problem
+from porting_kit.whole_files import DISK_ERRORS, explain_problem
 
 RECEIPT = "receipt.json"
 CONFIG = "config.json"

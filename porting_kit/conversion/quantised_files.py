@@ -19,7 +19,7 @@ from porting_kit.conversion.config_fields import MAX_DRAFT_TOKENS
 from porting_kit.conversion.plan import CHECKPOINT_DTYPES
 from porting_kit.conversion.weight_files import read_header
 from porting_kit.errors import CheckpointError
-from porting_kit.run_folder import explain_problem, read_json
+from porting_kit.whole_files import explain_problem, read_json
 
 # What upstream leaves alone when the config has no list (quantization/quantize.py 0.13.0.dev2024090300).
 DEFAULT_EXCLUDED = (

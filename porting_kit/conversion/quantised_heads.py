@@ -13,7 +13,7 @@ from porting_kit.conversion.quantised import HEADS_EXCLUDED, require_consistent
 from porting_kit.conversion.quantised_files import QuantisedCheckpoint, read_quantised
 from porting_kit.conversion.sharding import cut_head_pieces
 from porting_kit.errors import CheckpointError
-from porting_kit.run_folder import replace_folder, write_json, write_tensors
+from porting_kit.whole_files import replace_folder, write_json, write_tensors
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from pathlib import Path
 from porting_kit.conversion.tensor_entry import TensorEntry
 from porting_kit.conversion.weight_files import check_file, read_header
 from porting_kit.errors import PortingKitError
-from porting_kit.run_folder import explain_problem, read_json
+from porting_kit.whole_files import explain_problem, read_json
 
 SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,5})-of-(?P<total>\d{1,5})(?P<suffix>\.\w+)")
 

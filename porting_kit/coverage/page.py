@@ -21,7 +21,7 @@ from porting_kit.coverage.tables import (
     single_files_table,
 )
 from porting_kit.errors import PortFileError
-from porting_kit.run_folder import read_json
+from porting_kit.whole_files import read_json
 
 DEFAULT_PAGE = Path("notebooks/howto/coverage.md")
 HEAD = """# Coverage

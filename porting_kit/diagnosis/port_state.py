@@ -15,7 +15,7 @@ from porting_kit.emulator import Emulator, open_emulator
 from porting_kit.errors import CheckpointError
 from porting_kit.medusa.tree import MedusaTree
 from porting_kit.releases.kernels import KernelProfile, kernel_profile
-from porting_kit.run_folder import read_json
+from porting_kit.whole_files import read_json
 
 Wrapper = Callable[[Any], Any]
 

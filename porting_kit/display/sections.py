@@ -15,7 +15,8 @@ from porting_kit.display.plots import plot_tree
 from porting_kit.display.tables import Code, Facts, Folded, Preformatted, Table
 from porting_kit.outcomes import StepOutcome
 from porting_kit.provenance import describe_environment
-from porting_kit.run_folder import STEPS, read_json
+from porting_kit.run_folder import STEPS
+from porting_kit.whole_files import read_json
 
 if TYPE_CHECKING:
     from porting_kit.steps.context import PortRun

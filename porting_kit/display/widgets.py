@@ -21,8 +21,8 @@ from porting_kit.display.plots import plot_tree
 from porting_kit.display.tables import Code, Facts, Stack, Table
 from porting_kit.port import Port, merge_overrides
 from porting_kit.releases.facts import load_release_ranges
-from porting_kit.run_folder import write_text
 from porting_kit.steps.context import PortRun, open_port_run
+from porting_kit.whole_files import write_text
 
 FORM_FIELDS = (
     ("dtype", "number format of the checkpoint"),

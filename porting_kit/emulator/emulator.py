@@ -15,7 +15,7 @@ from porting_kit.emulator.model import EmulatedModel
 from porting_kit.emulator.namespace import Namespace
 from porting_kit.emulator.tensorrt_types import TORCH_DTYPE_OF_NAME, TORCH_DTYPES
 from porting_kit.errors import CheckpointError, EmulatorError
-from porting_kit.run_folder import read_json
+from porting_kit.whole_files import read_json
 
 
 def open_emulator(tree: Any, *, kernel: Any = None, device: str | torch.device = "cpu") -> Emulator:

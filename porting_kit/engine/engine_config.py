@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from porting_kit.errors import CheckpointError
-from porting_kit.run_folder import read_json
+from porting_kit.whole_files import read_json
 
 # SpeculativeDecodingMode, models/modeling_utils.py 0.10.0.dev2024050700 and later (an IntFlag, written as a number).
 MODES = {

@@ -21,7 +21,7 @@ from porting_kit.provenance import describe_environment
 from porting_kit.releases.build_flags import compare_releases
 from porting_kit.releases.kernels import GateResult
 from porting_kit.releases.port_gates import max_num_tokens_gate, tree_gate
-from porting_kit.run_folder import read_json
+from porting_kit.whole_files import read_json
 
 
 def check_engine(

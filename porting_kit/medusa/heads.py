@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from porting_kit.errors import HeadsError
-from porting_kit.run_folder import read_json, write_json, write_tensors
+from porting_kit.whole_files import read_json, write_json, write_tensors
 
 HEADS_FILE = "medusa_lm_head.safetensors"
 STORED_DTYPE = torch.float16

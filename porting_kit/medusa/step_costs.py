@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from porting_kit.errors import TreeError
-from porting_kit.run_folder import read_json
+from porting_kit.whole_files import read_json
 
 WORTH_IT = 1.1
 """Below this predicted speed-up the sentence says that Medusa is not worth its upkeep."""

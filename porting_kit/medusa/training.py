@@ -40,7 +40,7 @@ from porting_kit.medusa.training_run import (
     mean_of_processes,
 )
 from porting_kit.medusa.tree_choice import choose_paths
-from porting_kit.run_folder import write_json, write_text
+from porting_kit.whole_files import write_json, write_text
 
 TRAINED_FILES = (HEADS_FILE, "config.json", "card.json", "tree.json")
 """What `write_trained_heads` writes."""

@@ -20,7 +20,7 @@ from porting_kit.errors import HeadsError
 from porting_kit.medusa.head_ranks import measure_accuracy, measure_ranks
 from porting_kit.medusa.heads import STORED_DTYPE, HeadVariant, MedusaHeads
 from porting_kit.medusa.self_distillation import IGNORED, Continuations
-from porting_kit.run_folder import write_pickle
+from porting_kit.whole_files import write_pickle
 
 Report = Callable[[str], None]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from porting_kit.errors import KernelRefusal
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
-from porting_kit.run_folder import replace_folder, write_json
 from porting_kit.steps.alignment_session import AlignmentSession, current_rank
 from porting_kit.steps.context import PortRun, finish_step, running_step
 from porting_kit.steps.prerequisites import require_steps
 from porting_kit.steps.ranks import explain_ranks, join_ranks, launch_ranks, needs_ranks, wait_for_ranks, world_size
+from porting_kit.whole_files import replace_folder, write_json
 
 RESULT_FILE = "alignment.json"
 TOKENS_FILE = "output_ids.npy"

@@ -21,10 +21,10 @@ from porting_kit.engine.run import CommandRun, find_environment, run_command
 from porting_kit.engine.run_script import write_prompt_file
 from porting_kit.errors import KernelRefusal, PortingKitError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
-from porting_kit.run_folder import write_json, write_text
 from porting_kit.steps.context import PortRun, finish_step, running_step
 from porting_kit.steps.convert import TREE_FILE
 from porting_kit.steps.prerequisites import read_checkpoint_document, require_steps
+from porting_kit.whole_files import write_json, write_text
 
 ENGINE = "trtllm"
 PLAN_FILE = "build_plan.json"

@@ -17,7 +17,8 @@ from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.port import Port, load_port
 from porting_kit.products import describe_products
 from porting_kit.provenance import fingerprint_path, hash_value
-from porting_kit.run_folder import MARKER, STEPS, RunFolder, open_run_folder, read_json
+from porting_kit.run_folder import MARKER, STEPS, RunFolder, open_run_folder
+from porting_kit.whole_files import read_json
 
 RUNS_FOLDER = "runs"
 OPENING_SECONDS = 30.0

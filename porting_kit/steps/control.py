@@ -15,9 +15,9 @@ from porting_kit.alignment.run import align_port_outputs
 from porting_kit.diagnosis import PortState, read_port_state, seed_fault
 from porting_kit.errors import VerdictFailed
 from porting_kit.outcomes import Verdict
-from porting_kit.run_folder import write_json
 from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.preflight import open_port_tree
+from porting_kit.whole_files import write_json
 
 CONTROL_FILE = "control.json"
 SMALL_PROMPTS, SMALL_TOKENS = 4, 16

@@ -21,8 +21,8 @@ from typing import Any
 from porting_kit.errors import RunFolderError
 from porting_kit.outcomes import StepOutcome, Verdict, verdict_remark
 from porting_kit.port import load_port
-from porting_kit.run_folder import read_json, write_json, write_text
 from porting_kit.steps.notebook_run import notebooks_folder
+from porting_kit.whole_files import read_json, write_json, write_text
 
 RELEASE = "release:0.11.0.dev2024062500"
 CAUSE = "ALiBi"

@@ -21,12 +21,12 @@ from porting_kit.engine.captured_runs import is_capture_file, read_capture_file
 from porting_kit.engine.output_files import find_logits_file
 from porting_kit.errors import CapturedFileError
 from porting_kit.outcomes import StepOutcome, Verdict
-from porting_kit.run_folder import write_json, write_text
 from porting_kit.steps.align import describe_edits
 from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.captured_alignment import align_capture
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.prerequisites import require_steps
+from porting_kit.whole_files import write_json, write_text
 
 RESULT_FILE, PAGE_FILE = "diagnosis.json", "diagnosis.html"
 

@@ -26,10 +26,10 @@ from porting_kit.medusa.training_text import read_text
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.port import Port
 from porting_kit.provenance import hash_value
-from porting_kit.run_folder import replace_folder, require_free, require_writable, write_json, write_tensors
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.preflight import read_port_base, read_port_heads
 from porting_kit.steps.prompts import can_tokenize, read_prompts, tokenize_prompts
+from porting_kit.whole_files import replace_folder, require_free, require_writable, write_json, write_tensors
 
 FOLDER = "heads"
 RANKS_FILE, CHECK_FILE = "ranks.safetensors", "check.json"

@@ -26,9 +26,9 @@ from porting_kit.medusa.training import TRAINED_FILES, TrainedHeads, train_heads
 from porting_kit.medusa.training_run import TrainingSettings
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.provenance import fingerprint_path, hash_value
-from porting_kit.run_folder import replace_folder, require_writable
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.heads import FOLDER, Say, read_data_for
+from porting_kit.whole_files import replace_folder, require_writable
 
 TRAINED_FOLDER = "trained"
 

@@ -21,10 +21,10 @@ from porting_kit.medusa.tree_choice import TreeCurve, TreeLimits, count_paths, t
 from porting_kit.medusa.tree_limits import trim_tree
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
 from porting_kit.patching import build_medusa_module
-from porting_kit.run_folder import write_json
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.heads import FOLDER, Say, load_ranks
 from porting_kit.steps.preflight import open_port_tree, read_port_base, read_port_heads
+from porting_kit.whole_files import write_json
 
 TREE_FILE, REPORT_FILE = "tree.json", "tree_choice.json"
 STOCK = "mc_sim_7b_63"

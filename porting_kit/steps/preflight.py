@@ -27,7 +27,6 @@ from porting_kit.port import Port, load_port
 from porting_kit.releases.kernels import GateResult, KernelProfile, evaluate_gates, kernel_profile
 from porting_kit.releases.pinning import Pin, pin_release
 from porting_kit.releases.shape import AttentionShape, attention_shape
-from porting_kit.run_folder import require_writable
 from porting_kit.source_tree import SourceTree, open_source_tree
 from porting_kit.steps.context import (
     RUNS_FOLDER,
@@ -41,6 +40,7 @@ from porting_kit.steps.fit import plan_port_fit
 from porting_kit.steps.joined_base import open_joined_base
 from porting_kit.steps.port_gates import MAX_DRAFT_LEN, judge_gates, list_port_gates, list_resource_gates
 from porting_kit.steps.prompts import require_prompts
+from porting_kit.whole_files import require_writable
 
 STOCK_TREE = "mc_sim_7b_63"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from porting_kit.errors import CheckpointError, PatchError, RunFolderError
 from porting_kit.outcomes import Verdict
-from porting_kit.run_folder import explain_problem, read_json
 from porting_kit.steps.context import PortRun
+from porting_kit.whole_files import explain_problem, read_json
 
 
 def require_steps(run: PortRun, *steps: str, edited: bool = False) -> tuple[str, ...]:

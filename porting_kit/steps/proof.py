@@ -18,12 +18,12 @@ from porting_kit.conversion.shard_faults import OTHER_VALUES, ShardFault, explai
 from porting_kit.conversion.source_digests import SourceDigests
 from porting_kit.errors import CheckpointError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
-from porting_kit.run_folder import explain_problem, read_json
 from porting_kit.steps.context import PortRun
 from porting_kit.steps.conversion_inputs import ConversionInputs, open_conversion
 from porting_kit.steps.convert import convert_port
 from porting_kit.steps.fit import measure_port_activations
 from porting_kit.steps.prerequisites import read_checkpoint_document
+from porting_kit.whole_files import explain_problem, read_json
 
 STEP = "convert"
 OTHER_BASE = "convert the base checkpoint again, or name as base the model that it was made of"

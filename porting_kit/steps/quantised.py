@@ -23,9 +23,9 @@ from porting_kit.conversion.quantised_files import QuantisedCheckpoint, read_qua
 from porting_kit.conversion.quantised_heads import add_heads
 from porting_kit.errors import CheckpointError, RunFolderError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
-from porting_kit.run_folder import require_free
 from porting_kit.source_tree import open_source_tree
 from porting_kit.steps.context import Stopwatch
+from porting_kit.whole_files import require_free
 
 
 @dataclass(frozen=True)

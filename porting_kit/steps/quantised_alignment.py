@@ -31,12 +31,12 @@ from porting_kit.conversion.unquantised import HEADS
 from porting_kit.emulator import EmulatedModel, open_emulator
 from porting_kit.errors import CheckpointError
 from porting_kit.outcomes import StepOutcome, Verdict
-from porting_kit.run_folder import write_json, write_tensors
 from porting_kit.steps.align import AlignResult
 from porting_kit.steps.alignment_session import AlignmentSession
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.prerequisites import read_checkpoint_document, require_steps
 from porting_kit.steps.quantised import describe
+from porting_kit.whole_files import write_json, write_tensors
 
 RESULT_FILE = "quantised_alignment.json"
 

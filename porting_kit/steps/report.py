@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
-from porting_kit.run_folder import STEPS, write_text
+from porting_kit.run_folder import STEPS
 from porting_kit.steps.context import PortRun, finish_step, running_step
+from porting_kit.whole_files import write_text
 
 CHECKED_STEPS = STEPS[:-1]
 

@@ -22,11 +22,11 @@ from porting_kit.engine.serving import (
 from porting_kit.outcomes import StepOutcome, Verdict
 from porting_kit.releases.kernels import GateResult
 from porting_kit.releases.serve_facts import PROGRAM
-from porting_kit.run_folder import write_text
 from porting_kit.steps.build import ENGINE, plan_port
 from porting_kit.steps.context import PortRun, Stopwatch
 from porting_kit.steps.convert import TREE_FILE
 from porting_kit.steps.prerequisites import read_checkpoint_document, require_steps
+from porting_kit.whole_files import write_text
 
 FOLDER = "serving"
 PBTXT_FILE, SNIPPET_FILE = "config.pbtxt", "serve.py"

@@ -14,9 +14,9 @@ from porting_kit.alignment.oracle import JudgedText
 from porting_kit.alignment.result import AlignmentResult, Gate, LayerError, LayerReport
 from porting_kit.medusa.generation import TokenOrigins
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
-from porting_kit.run_folder import write_json, write_text
 from porting_kit.steps.context import finish_step, open_port_run, running_step
 from porting_kit.steps.report import combine_outcomes, write_report
+from porting_kit.whole_files import write_json, write_text
 
 ALL = tuple(Coverage)
 EMULATED = ALL[:3]

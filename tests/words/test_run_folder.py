@@ -15,16 +15,8 @@ import pytest
 
 from porting_kit.errors import RunFolderError
 from porting_kit.outcomes import Coverage, StepOutcome, Verdict
-from porting_kit.run_folder import (
-    STEPS,
-    open_run_folder,
-    read_json,
-    replace_file,
-    replace_folder,
-    write_pickle,
-    write_tensors,
-    write_text,
-)
+from porting_kit.run_folder import STEPS, open_run_folder
+from porting_kit.whole_files import read_json, replace_file, replace_folder, write_pickle, write_tensors, write_text
 
 
 def outcome(step: str, **inputs: str) -> StepOutcome:
@@ -117,7 +109,7 @@ def test_a_killed_writer_leaves_nothing_that_looks_complete(tmp_path):
     script = textwrap.dedent("""
         import sys, time
         from pathlib import Path
-        from porting_kit.run_folder import replace_folder
+        from porting_kit.whole_files import replace_folder
         with replace_folder(Path(sys.argv[1]) / "checkpoint") as folder:
             (folder / "config.json").write_text("{}")
             print("writing", flush=True)
