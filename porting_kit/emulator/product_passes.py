@@ -186,6 +186,7 @@ def join_weights(module: torch.fx.GraphModule) -> None:
                 previous = module.graph.call_function(_aten.slice.Tensor, (product, 1, start, end))
             previous.meta["val"], start = like[:, start:end], end
             node.replace_all_uses_with(previous)
+            module.graph.erase_node(node)
 
 
 def place_products(module: torch.fx.GraphModule, skip: torch.fx.Node | None = None) -> None:

@@ -167,7 +167,6 @@ def write_program(
     elif compiles:
         product_passes.take_biases(module)
         product_passes.join_weights(module)
-        program_passes.remove_dead(module)
         given = [node for node in module.graph.nodes if node.op == "placeholder"]
         product_passes.place_products(module, skip=given[-1] if has_skip else None)
         program_passes.place_searches(module)
