@@ -247,10 +247,7 @@ def _judge(
     activation = max(asked.by_activation, key=lambda name: asked.by_activation[name])
     with_another = asked.by_activation[activation]
     is_better = with_another > max(top1, bound) + 2 * MARGIN
-    verdict, sentence = (
-        "fits",
-        f"head {head + 1} agrees in {top1:.1%} of {len(known)} positions (chance is {chance1:.1%})",
-    )
+    verdict, sentence = "fits", _word_agreement(head, top1, len(known), chance1)
     if is_better:
         sentence += f"; with {activation} in place of SiLU it agrees in {with_another:.1%}"
     if is_better and (top1 <= bound or with_another - chance1 > CLEAR_GAIN * (top1 - chance1)):
@@ -273,10 +270,8 @@ def _judge(
         verdict = "undecided"
         sentence += f": {len(frequent)} different tokens are too few to tell, ask at more positions"
     else:
-        verdict, sentence = (
-            "foreign",
-            f"{sentence}, and its layers were trained: for another base, on other texts, or too little",
-        )
+        verdict = "foreign"
+        sentence += ", and its layers were trained: for another base, on other texts, or too little"
     return HeadReading(
         head,
         verdict,
@@ -303,6 +298,10 @@ def _is_shifted(head: int, offset: int, by_offset: tuple[float, ...], bound: flo
     return offset != head + 1 and by_offset[offset] > bound
 
 
+def _word_agreement(head: int, top1: float, positions: int, chance1: float) -> str:
+    return f"head {head + 1} agrees in {top1:.1%} of {positions} positions (chance is {chance1:.1%})"
+
+
 def _name_own_token(share: float) -> str:
     return f"; it names the base's own next token in {share:.1%}, as before training: it was hardly trained"
 
@@ -317,8 +316,9 @@ def _tell_shifted_from_untrained(readings: list[HeadReading]) -> list[HeadReadin
         return readings
     if not others or others[0].by_offset[0] <= OWN_TOKEN:
         return readings
-    plain = first.sentence.split("; it names")[0]
-    return [replace(first, verdict="untrained", sentence=plain + _name_own_token(first.by_offset[0])), *others]
+    sentence = _word_agreement(first.head, first.top1, first.positions, first.chance1)
+    sentence += _name_own_token(first.by_offset[0])
+    return [replace(first, verdict="untrained", sentence=sentence), *others]
 
 
 def measure_spread(layers: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
